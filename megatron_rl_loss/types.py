@@ -1,0 +1,80 @@
+"""Names of the tensors in a micro-batch, and the alias table for foreign spellings.
+
+Every per-token tensor is indexed like `labels`, that is: entry t of a row belongs to the
+prediction of `labels[t] == tokens[t + 1]` (shifted once, by nobody again).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, NamedTuple
+
+from torch import Tensor
+
+from .errors import InputError
+
+TOKEN_FIELDS = ("tokens", "labels", "position_ids")
+PER_TOKEN_FLOAT_FIELDS = (
+    "loss_weights",
+    "advantages",
+    "returns",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "teacher_log_probs",
+    "old_values",
+    "rollout_is_weights",
+)
+MASK_FIELDS = ("loss_mask", "attention_mask")
+ROW_FIELDS = ("group_ids",)
+MICRO_BATCH_FIELDS = TOKEN_FIELDS + MASK_FIELDS + PER_TOKEN_FLOAT_FIELDS + ROW_FIELDS
+
+# Foreign spelling -> glossary name. The only place where other projects' names may appear.
+ALIASES: Mapping[str, str] = {
+    "input_ids": "tokens",
+    "target_tokens": "labels",
+    "response_mask": "loss_mask",
+    "completion_mask": "loss_mask",
+    "prev_logprobs": "old_log_probs",
+    "old_logprobs": "old_log_probs",
+    "generation_logprobs": "rollout_log_probs",
+    "inference_logprobs": "rollout_log_probs",
+    "ref_logprobs": "ref_log_probs",
+    "reference_policy_logprobs": "ref_log_probs",
+}
+
+MicroBatch = dict[str, Any]
+
+
+def glossary_names(micro_batch: Mapping[str, Any]) -> MicroBatch:
+    """Returns a copy of `micro_batch` with foreign spellings renamed to the glossary's.
+
+    Raises:
+        InputError: a name and its alias are both present, or a name is unknown.
+
+    >>> glossary_names({"input_ids": 1, "response_mask": 2})
+    {'tokens': 1, 'loss_mask': 2}
+    """
+    renamed: MicroBatch = {}
+    for name, value in micro_batch.items():
+        known = ALIASES.get(name, name)
+        if known not in MICRO_BATCH_FIELDS:
+            raise InputError(
+                f"micro-batch has an unknown field {name!r}; known fields: "
+                f"{', '.join(MICRO_BATCH_FIELDS)}. Rename it or leave it out."
+            )
+        if known in renamed:
+            raise InputError(f"micro-batch has {known!r} twice (once as an alias); keep one.")
+        renamed[known] = value
+    return renamed
+
+
+class TokenLoss(NamedTuple):
+    """What a loss function returns.
+
+    Attributes:
+        loss: un-reduced, one fp32 entry per token; gets the gradient.
+        stats: per-token figures to report as means over trained tokens; constant.
+    """
+
+    loss: Tensor
+    stats: dict[str, Tensor] = {}
