@@ -1,0 +1,124 @@
+"""What differs between Megatron-Core versions, each with the version it is about.
+
+No other file may ask for a version or catch an ImportError of Megatron's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from typing import Any, Callable
+
+import torch
+
+from ..errors import ContractError
+
+OLDEST_VERSION = (0, 13)
+TESTED_VERSIONS = ("0.16.1",)
+
+
+@functools.cache
+def megatron_version() -> tuple[int, ...]:
+    """Returns Megatron-Core's version as numbers, e.g. (0, 16, 1).
+
+    Raises:
+        ContractError: Megatron-Core is missing or older than 0.13.
+    """
+    try:
+        from megatron.core import __version__
+    except ImportError as error:
+        raise ContractError(
+            "megatron-core is not installed: pip install 'megatron-core>=0.13'."
+        ) from error
+    return check_version(__version__)
+
+
+def check_version(version: str) -> tuple[int, ...]:
+    """Returns `version` as numbers, or raises `ContractError` if it is older than 0.13.
+
+    Before 0.13 the schedule scaled a loss by other factors (see README, "Limits").
+
+    >>> check_version("0.16.1rc0")
+    (0, 16, 1)
+    """
+    from packaging.version import Version
+
+    numbers = Version(version).release
+    if numbers[:2] < OLDEST_VERSION:
+        raise ContractError(
+            f"megatron-core {version} is older than 0.13, where the schedule scales losses by "
+            "other factors. Install megatron-core>=0.13."
+        )
+    return numbers
+
+
+@functools.cache
+def has_transformer_engine() -> bool:
+    """Tells whether Transformer Engine imports (it needs CUDA)."""
+    return torch.cuda.is_available() and _imports("transformer_engine.pytorch")
+
+
+@functools.cache
+def has_nvidia_apex() -> bool:
+    """Tells whether NVIDIA Apex is there, by its modules.
+
+    PyPI's package called `apex` is an unrelated web toolkit, so its name proves nothing.
+    """
+    return _imports("apex.optimizers") and _imports("apex.multi_tensor_apply")
+
+
+@functools.cache
+def has_gradient_accumulation_fusion() -> bool:
+    """Tells whether the fused weight-gradient kernel of NVIDIA Apex is there."""
+    return torch.cuda.is_available() and _imports("fused_weight_gradient_mlp_cuda")
+
+
+def _imports(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except Exception:  # a broken CUDA extension raises OSError, RuntimeError and others
+        return False
+    return True
+
+
+def redirect_megatron_rng(
+    get_state: Callable[[], torch.Tensor], set_state: Callable[[torch.Tensor], None]
+) -> None:
+    """Makes Megatron's random-state tracker use the CPU generator."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: get_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: set_state(state)
+
+
+def bind_missing_te_gemm() -> None:
+    """0.16.1: `router_gating_linear` names `te_general_gemm`, unbound without Transformer Engine."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def call_model(model: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls a Megatron model for logits in the model's own dtype.
+
+    `Float16Module.forward` upcasts its output to fp32 unless told not to (0.16: `fp32_output`),
+    which would cost 4 bytes per logit; the log-probs take fp32 arithmetic anyway.
+    """
+    if _takes_fp32_output(model):
+        kwargs["fp32_output"] = False
+    return model(*args, **kwargs)
+
+
+def _takes_fp32_output(model: Any) -> bool:
+    import inspect
+
+    from megatron.core.transformer.module import Float16Module
+
+    while hasattr(model, "module"):
+        if isinstance(model, Float16Module):
+            return "fp32_output" in inspect.signature(Float16Module.forward).parameters
+        model = model.module
+    return False
