@@ -1,0 +1,196 @@
+"""The forward step that Megatron's schedules and `pretrain()` call."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, InputError
+from ..logprobs.vocab_parallel import vocab_parallel_log_probs
+from ..losses.objective import Objective
+from ..types import TokenLoss
+from . import compat
+from .batch import TokenBatch, make_token_batch
+from .groups import ParallelGroups, parallel_groups
+from .guard import check_contract, check_flag, model_config
+from .micro_batches import resolve_num_microbatches
+from .scaling import schedule_factor
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+def make_forward_step(
+    loss: str | Callable[..., TokenLoss | Tensor] = "ppo_clip",
+    *,
+    num_microbatches: int | Callable[[], int] | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coef: float = 0.0,
+    temperature: float = 1.0,
+    on_policy: bool = False,
+    vocab_size: int | None = None,
+    report_entropy: bool = True,
+    pairs_only: bool = False,
+    pg_collection: Any = None,
+    **loss_settings: Any,
+) -> ForwardStep:
+    """Makes `forward_step(data_iterator, model)` for Megatron's schedules and `pretrain()`.
+
+    Formula: with l_t = loss_t + kl_coef * kl_t - entropy_coef * H_t, the loss function returns
+    num_microbatches * dp_size * sum_t w_t l_t over this rank's tokens, as a 2-tuple with metrics.
+    After the schedule's mean over micro-batches and DDP's mean over ranks, the gradient is that of
+    the sum over the whole mini-batch.
+
+    The data iterator yields dicts (see `types`): with `loss_weights` the advantages are raw;
+    without them they are pre-normalised (`normalize_advantages`) or the loss is a plain sum.
+
+    Args:
+        loss: a name of `losses.registry.LOSSES`, an import path "my_pkg.my_mod:fn", or a function.
+        num_microbatches: of each forward_backward call: a number, or a function asked on every
+            call. None: the data iterator's `num_microbatches`, or Megatron's calculator.
+        kl_coef, kl_estimator: KL term to `ref_log_probs`; "k1", "k2" or "k3".
+        entropy_coef: entropy bonus, subtracted with gradient.
+        temperature: logits are divided by it once, here; the one that the rollouts were sampled at.
+        on_policy: see `Objective`.
+        vocab_size: real vocabulary; logit columns beyond it are padding and take no probability.
+        report_entropy: report the entropy even if it is not trained.
+        pairs_only: leave out the `_max` metrics, which Megatron's `pretrain()` would average.
+        pg_collection: Megatron's ProcessGroupCollection; None reads its global parallel state.
+        **loss_settings: settings of the loss.
+
+    Raises:
+        ConfigError: unknown loss or setting, or a value out of range.
+    """
+    if not temperature > 0.0:
+        raise ConfigError(f"temperature must be > 0, got {temperature}.")
+    objective = Objective(
+        loss=loss,
+        loss_settings=loss_settings,
+        kl_coef=kl_coef,
+        kl_estimator=kl_estimator,
+        entropy_coef=entropy_coef,
+        on_policy=on_policy,
+    )
+    return ForwardStep(
+        objective,
+        num_microbatches=num_microbatches,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        report_entropy=report_entropy,
+        pairs_only=pairs_only,
+        pg_collection=pg_collection,
+    )
+
+
+class ForwardStep:
+    """Callable with Megatron's forward-step signature; made by `make_forward_step`."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        num_microbatches: int | Callable[[], int] | None,
+        temperature: float,
+        vocab_size: int | None,
+        report_entropy: bool,
+        pairs_only: bool,
+        pg_collection: Any,
+    ) -> None:
+        self.objective = objective
+        self.num_microbatches = num_microbatches
+        self.temperature = temperature
+        self.vocab_size = vocab_size
+        self.report_entropy = report_entropy
+        self.pairs_only = pairs_only
+        self._pg_collection = pg_collection
+        self._guarded_config: Any = None
+
+    def __call__(
+        self, data_iterator: Any, model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Tensor, LossFunction]:
+        """Runs one micro-batch.
+
+        Returns:
+            The model's output (logits on a last pipeline stage, hidden states elsewhere) and the
+            loss function that the schedule calls on it.
+
+        Raises:
+            ContractError: Megatron is set up so that gradients would be scaled wrongly.
+            InputError: the micro-batch is wrong; nothing was run.
+        """
+        if return_schedule_plan:
+            raise ConfigError(
+                "overlap_moe_expert_parallel_comm (a schedule plan) is not supported; switch it off."
+            )
+        groups = parallel_groups(self._pg_collection)
+        self._guard(model, groups)
+        factor = schedule_factor(
+            resolve_num_microbatches(self.num_microbatches, data_iterator), groups.dp.size()
+        )
+        batch = self._next_batch(data_iterator, model, groups)
+        output = compat.call_model(model, batch.tokens, batch.position_ids, batch.attention_mask)
+        return output, partial(self._loss, batch, factor, groups)
+
+    def _guard(self, model: Any, groups: ParallelGroups) -> None:
+        if not torch.is_grad_enabled():
+            return
+        config = model_config(model)
+        check_flag(config)
+        if config is not self._guarded_config:
+            check_contract(model, groups)
+            self._guarded_config = config
+
+    def _next_batch(self, data_iterator: Any, model: Any, groups: ParallelGroups) -> TokenBatch:
+        if data_iterator is None:
+            raise InputError(
+                "this rank has no data iterator; every rank needs one (every tensor- and pipeline-"
+                "parallel rank of a data-parallel rank reads the same micro-batches)."
+            )
+        try:
+            micro_batch = next(data_iterator)
+        except StopIteration:
+            raise InputError(
+                "the data iterator ran out: the schedule asks for num_microbatches micro-batches "
+                "on every rank."
+            ) from None
+        batch = make_token_batch(
+            micro_batch,
+            needs=self.objective.needs,
+            device=next(model.parameters()).device,
+            seq_multiple=groups.tp.size() if model_config(model).sequence_parallel else 1,
+        )
+        self.objective.check_weights(batch.weights_given)
+        return batch
+
+    def _loss(
+        self, batch: TokenBatch, factor: int, groups: ParallelGroups, logits: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs, entropy = self.log_probs(batch, logits, groups)
+        loss_sum, metrics = self.objective(
+            log_probs,
+            entropy,
+            batch.tensors,
+            batch.loss_mask,
+            batch.loss_weights,
+            share=1.0 / (factor * groups.cp.size()),
+        )
+        if self.pairs_only:
+            metrics = {name: value for name, value in metrics.items() if value.numel() == 2}
+        return loss_sum * factor, metrics
+
+    def log_probs(
+        self, batch: TokenBatch, logits: Tensor, groups: ParallelGroups
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns log-probs of the labels and the entropy, [rows, S] fp32."""
+        return vocab_parallel_log_probs(
+            logits,
+            batch.labels,
+            tp_group=groups.vocab_group,
+            temperature=self.temperature,
+            with_entropy=self.report_entropy or self.objective.needs_entropy_gradient,
+            vocab_size=self.vocab_size,
+            loss_mask=batch.loss_mask,
+        )
