@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -133,6 +133,15 @@ class ForwardStep:
         batch = self._next_batch(data_iterator, model, groups)
         output = compat.call_model(model, batch.tokens, batch.position_ids, batch.attention_mask)
         return output, partial(self._loss, batch, factor, groups)
+
+    def check(self, micro_batches: Iterable[Mapping[str, Any]]) -> None:
+        """Raises `InputError` if a micro-batch is wrong, naming its number; runs nothing."""
+        for i, micro_batch in enumerate(micro_batches):
+            try:
+                batch = make_token_batch(micro_batch, needs=self.objective.needs)
+                self.objective.check_weights(batch.weights_given)
+            except InputError as error:
+                raise type(error)(f"micro-batch {i}: {error}") from error
 
     def _guard(self, model: Any, groups: ParallelGroups) -> None:
         if not torch.is_grad_enabled():

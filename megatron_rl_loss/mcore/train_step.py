@@ -1,0 +1,119 @@
+"""One optimizer step: forward_backward through Megatron's schedule, metrics, update."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ContractError, InputError
+from ..metrics import reduce_metrics
+from ..parallel.agreement import raise_together
+from .forward_step import ForwardStep
+from .groups import ParallelGroups, parallel_groups
+from .micro_batches import MicroBatchIterator
+
+
+def run_forward_backward(
+    forward_step: ForwardStep | Any,
+    chunks: Sequence[Any],
+    micro_batches: Sequence[Mapping[str, Any]],
+    *,
+    forward_only: bool = False,
+) -> list[dict[str, torch.Tensor]]:
+    """Runs Megatron's schedule over this rank's micro-batches and returns what it collected.
+
+    All micro-batches of all data-parallel ranks have one shape [rows, S] when the pipeline has
+    more than one stage; there must be equally many on every rank.
+
+    Returns:
+        One metrics dict per micro-batch on a last pipeline stage, an empty list elsewhere.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    if not micro_batches:
+        raise ContractError(
+            "a rank needs at least one micro-batch (its mask may be all False), got none."
+        )
+    rows, seq_length = micro_batches[0]["tokens"].shape
+    iterators = [MicroBatchIterator(micro_batches) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks),
+        num_microbatches=len(micro_batches),
+        seq_length=seq_length,
+        micro_batch_size=rows,
+        forward_only=forward_only,
+    )
+
+
+def train_step(
+    forward_step: ForwardStep,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    micro_batches: Sequence[Mapping[str, Any]],
+    *,
+    scheduler: Any = None,
+) -> dict[str, float]:
+    """Trains on one mini-batch and returns its metrics, the same on every rank.
+
+    Args:
+        micro_batches: this rank's part, with `loss_weights` or pre-normalised advantages.
+
+    Returns:
+        The metrics of `reduce_metrics` plus `grad_norm` (before clipping), `learning_rate` and
+        `step_skipped` (1 when the optimizer skipped an overflow).
+
+    Raises:
+        InputError: a micro-batch is wrong (on any rank), or the loss is not finite; weights and
+            optimizer are as before.
+
+    Communicates: what Megatron does; then two small all-reduces for the metrics and a broadcast
+    from the last pipeline stage.
+    """
+    groups = parallel_groups()
+    raise_together(lambda: forward_step.check(micro_batches), groups.dp)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    collected = run_forward_backward(forward_step, chunks, micro_batches)
+    metrics = share_metrics(collected, groups)
+    check_loss_is_finite(metrics)
+    updated, grad_norm, _ = optimizer.step()
+    if updated and scheduler is not None:
+        scheduler.step(increment=1)
+    metrics["grad_norm"] = float(grad_norm) if grad_norm is not None else math.nan
+    metrics["learning_rate"] = max(group["lr"] for group in optimizer.param_groups)
+    metrics["step_skipped"] = 0.0 if updated else 1.0
+    return metrics
+
+
+def share_metrics(
+    collected: Sequence[Mapping[str, torch.Tensor]], groups: ParallelGroups
+) -> dict[str, float]:
+    """Returns the reduced metrics on every rank; last pipeline stages reduce and broadcast them."""
+    box: list[Any] = [None]
+    if groups.is_last_pipeline_stage:
+        try:
+            box[0] = reduce_metrics(collected, dp_cp_group=groups.dp_cp)
+        except ContractError as error:
+            box[0] = error  # the other stages wait for the broadcast: raise on all of them
+    if groups.pp.size() > 1:
+        last = dist.get_global_rank(groups.pp, groups.pp.size() - 1)
+        dist.broadcast_object_list(box, src=last, group=groups.pp)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    return box[0]
+
+
+def check_loss_is_finite(metrics: Mapping[str, float]) -> None:
+    """Raises `InputError` if the loss is NaN or inf; every rank sees the same value."""
+    if not math.isfinite(metrics["loss"]):
+        raise InputError(
+            f"the loss is {metrics['loss']}: the model's log-probs are not finite at a trained "
+            "position. No weight was changed. Look for NaN in the weights, a learning rate that is "
+            "too high, or rollouts from another model."
+        )
