@@ -27,7 +27,7 @@ def may_overwrite(saved: Tensor) -> bool:
     if base is not None and base.is_leaf and base.requires_grad:
         return False
     counts = _owner_counts(saved, base)
-    return all(n <= limit for n, limit in zip(counts, baseline[base is not None]))
+    return all(n <= limit for n, limit in zip(counts, baseline[base is not None], strict=True))
 
 
 def calibrate() -> None:
@@ -80,6 +80,6 @@ def _sole_owner_counts() -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         _graph_is_kept()
     except (AttributeError, RuntimeError, TypeError):
         return None
-    if not any(n > limit for n, limit in zip(owned[0], unowned[0])):
+    if not any(n > limit for n, limit in zip(owned[0], unowned[0], strict=True)):
         return None
     return unowned[0], unowned_view[0]

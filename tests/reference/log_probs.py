@@ -24,7 +24,7 @@ def log_probs_and_entropy(
     width = logits.shape[-1] if vocab_size is None else vocab_size
     rows = logits.double().reshape(-1, logits.shape[-1])[:, :width].tolist()
     results = [row(r, temperature) for r in rows]
-    picked = [log_p[y] for (log_p, _), y in zip(results, labels.flatten().tolist())]
+    picked = [log_p[y] for (log_p, _), y in zip(results, labels.flatten().tolist(), strict=True)]
     entropies = [h for _, h in results]
     shape = labels.shape
     return (
@@ -50,6 +50,7 @@ def gradient(
         labels.flatten().tolist(),
         grad_log_probs.flatten().tolist(),
         grad_entropy.flatten().tolist(),
+        strict=True,
     )
     for i, (values, y, g, h) in enumerate(entries):
         log_p, entropy = row(values, temperature)

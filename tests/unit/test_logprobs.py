@@ -148,7 +148,7 @@ def test_masked_rows_change_no_bit(poison):
     dirty_logits[~mask] = poison
     dirty_labels[~mask] = -100
     dirty = run(dirty_logits, dirty_labels, g, h, loss_mask=mask)
-    for got, want in zip(dirty, clean):
+    for got, want in zip(dirty, clean, strict=True):
         assert torch.equal(got, want)
         assert not got[~mask].any()
 
@@ -213,7 +213,7 @@ def test_results_do_not_depend_on_the_chunk_size(monkeypatch, chunk):
     logits, labels, g, h = random_case((7,))
     want = run(logits, labels, g, h)
     monkeypatch.setattr(rows_eager, "CPU_CHUNK_ELEMENTS", chunk)
-    for got, ref in zip(run(logits, labels, g, h), want):
+    for got, ref in zip(run(logits, labels, g, h), want, strict=True):
         assert torch.equal(got, ref)
 
 
