@@ -22,14 +22,16 @@ def run_forward_backward(
     micro_batches: Sequence[Mapping[str, Any]],
     *,
     forward_only: bool = False,
-) -> list[dict[str, torch.Tensor]]:
+    collect_non_loss_data: bool = False,
+) -> list[Any]:
     """Runs Megatron's schedule over this rank's micro-batches and returns what it collected.
 
     All micro-batches of all data-parallel ranks have one shape [rows, S] when the pipeline has
     more than one stage; there must be equally many on every rank.
 
     Returns:
-        One metrics dict per micro-batch on a last pipeline stage, an empty list elsewhere.
+        One metrics dict per micro-batch on a last pipeline stage, an empty list elsewhere; with
+        `collect_non_loss_data`, what the loss function returned.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -47,6 +49,7 @@ def run_forward_backward(
         seq_length=seq_length,
         micro_batch_size=rows,
         forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
     )
 
 

@@ -1,0 +1,96 @@
+"""Log-probs of a batch without training: old policy, reference, evaluation."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..logprobs.vocab_parallel import vocab_parallel_log_probs
+from . import compat
+from .batch import TokenBatch, make_token_batch
+from .groups import ParallelGroups, parallel_groups
+from .guard import model_config
+from .train_step import run_forward_backward
+
+
+@torch.no_grad()
+def token_log_probs(
+    chunks: Sequence[Any],
+    micro_batches: Sequence[Mapping[str, Any]],
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+) -> list[Tensor]:
+    """Returns each micro-batch's log-probs, [rows, S] fp32 on the CPU, on every rank.
+
+    Args:
+        chunks: the model; its weights and gradients are left as they are.
+        micro_batches: as for training; only tokens, labels, positions and masks are read.
+        temperature, vocab_size: as in `make_forward_step`.
+
+    Returns:
+        Nats; 0 where the loss mask is False.
+
+    Communicates: what the forward pass does; then one broadcast from the last pipeline stage.
+    """
+    groups = parallel_groups()
+    step = partial(_forward, groups, temperature, vocab_size)
+    results = run_forward_backward(
+        step, chunks, micro_batches, forward_only=True, collect_non_loss_data=True
+    )
+    if groups.pp.size() > 1:
+        results = _from_last_stage(results, micro_batches, groups)
+    return [log_probs.cpu() for log_probs in results]
+
+
+def _forward(
+    groups: ParallelGroups,
+    temperature: float,
+    vocab_size: int | None,
+    data_iterator: Any,
+    model: Any,
+) -> tuple[Tensor, Any]:
+    batch = make_token_batch(
+        next(data_iterator),
+        device=next(model.parameters()).device,
+        seq_multiple=groups.tp.size() if model_config(model).sequence_parallel else 1,
+    )
+    output = compat.call_model(model, batch.tokens, batch.position_ids, batch.attention_mask)
+    return output, partial(_log_probs, batch, groups, temperature, vocab_size)
+
+
+def _log_probs(
+    batch: TokenBatch,
+    groups: ParallelGroups,
+    temperature: float,
+    vocab_size: int | None,
+    logits: Tensor,
+    non_loss_data: bool = True,
+) -> Tensor:
+    log_probs, _ = vocab_parallel_log_probs(
+        logits,
+        batch.labels,
+        tp_group=groups.vocab_group,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        loss_mask=batch.loss_mask,
+    )
+    return log_probs
+
+
+def _from_last_stage(
+    results: list[Tensor], micro_batches: Sequence[Mapping[str, Any]], groups: ParallelGroups
+) -> list[Tensor]:
+    last = dist.get_global_rank(groups.pp, groups.pp.size() - 1)
+    device = torch.device("cuda" if dist.get_backend(groups.pp) == "nccl" else "cpu")
+    shapes = [torch.as_tensor(m["tokens"]).shape for m in micro_batches]
+    if not groups.is_last_pipeline_stage:
+        results = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
+    flat = torch.cat([result.flatten() for result in results])
+    dist.broadcast(flat, src=last, group=groups.pp)
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]
