@@ -1,0 +1,211 @@
+"""One sampled response, checked when it is made."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import RolloutError
+
+OPTIONAL_FIELDS = ("reward", "advantage", "rollout_log_probs", "ref_log_probs", "group_id")
+
+# A log-prob is <= 0; engines that round in bf16 may end a little above.
+_MAX_LOG_PROB = 1e-3
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A prompt, one response to it, and what is known about the response.
+
+    Sequences may be given as lists, NumPy arrays or tensors; they are kept as tuples. A
+    non-finite log-prob or advantage where `loss_mask` is False is kept as 0.
+
+    Attributes:
+        prompt_ids: token ids of the prompt, at least one.
+        response_ids: token ids of the response, at least one; an end-of-sequence token counts.
+        loss_mask: one bool per response token, True where it is trained; default: all True.
+        reward: of the whole response.
+        advantage: of the whole response, or one value per response token.
+        rollout_log_probs: log-prob of each response token where it was sampled, nats, at the
+            sampling temperature.
+        ref_log_probs: the same under the frozen reference, at the same temperature.
+        group_id: responses to the same prompt share it.
+        metadata: anything else; not read by training.
+
+    Raises:
+        RolloutError: a field has a wrong type, length or value; the message starts with its name.
+
+    >>> Rollout([1, 2], [3, 4], reward=1.0).loss_mask
+    (True, True)
+    """
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    loss_mask: Sequence[bool] | None = None
+    reward: float | None = None
+    advantage: float | Sequence[float] | None = None
+    rollout_log_probs: Sequence[float] | None = None
+    ref_log_probs: Sequence[float] | None = None
+    group_id: int | str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_ids", "response_ids"):
+            self._set(name, _token_ids(name, getattr(self, name)))
+        length = len(self.response_ids)
+        mask = (True,) * length if self.loss_mask is None else _mask(self.loss_mask, length)
+        self._set("loss_mask", mask)
+        if self.reward is not None:
+            self._set("reward", _finite_number("reward", self.reward))
+        if self.advantage is not None:
+            self._set("advantage", _advantage(self.advantage, mask))
+        for name in ("rollout_log_probs", "ref_log_probs"):
+            if getattr(self, name) is not None:
+                self._set(name, _log_probs(name, getattr(self, name), mask))
+        _check_group_id(self.group_id)
+        if not isinstance(self.metadata, Mapping):
+            raise field_error("metadata", f"expected an object, got {_shown(self.metadata)}.")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the only writes to the frozen fields
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response together."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """The optional fields that are there; all rollouts trained together have the same."""
+        return tuple(name for name in OPTIONAL_FIELDS if getattr(self, name) is not None)
+
+
+def check_rewarded(rollout: Rollout) -> None:
+    """Raises `RolloutError` if there is nothing to train on: neither reward nor advantage."""
+    if rollout.reward is None and rollout.advantage is None:
+        raise field_error("reward", "neither it nor 'advantage' is given; add one of them.")
+
+
+def field_error(name: str, text: str) -> RolloutError:
+    """Returns the error about one field; readers put file and line before it."""
+    return RolloutError(f"field {name!r}: {text}")
+
+
+def group_number(group_id: int | str) -> int:
+    """Returns a group id as an int64 that is the same on every rank and in every run.
+
+    >>> group_number(7), group_number("prompt-7") == group_number("prompt-7")
+    (7, True)
+    """
+    if isinstance(group_id, int):
+        return group_id
+    digest = hashlib.blake2b(group_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def as_list(name: str, value: Any) -> list[Any]:
+    """Returns a list, tuple, array or tensor as a plain list of Python numbers."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, (list, tuple)):
+        raise field_error(name, f"expected a list, got {_shown(value)}.")
+    return list(value)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = as_list(name, value)
+    if not ids:
+        raise field_error(name, "is empty; it needs at least one token id.")
+    for i, token in enumerate(ids):
+        if type(token) is not int or token < 0:
+            raise field_error(
+                name, f"expected token ids (integers >= 0), got {_shown(token)} at position {i}."
+            )
+    return tuple(ids)
+
+
+def _mask(value: Any, length: int) -> tuple[bool, ...]:
+    mask = _of_length("loss_mask", value, length)
+    for i, kept in enumerate(mask):
+        if kept not in (0, 1):
+            raise field_error(
+                "loss_mask",
+                f"expected true or false (or 1 or 0), got {_shown(kept)} at response position {i}.",
+            )
+    return tuple(map(bool, mask))
+
+
+def _advantage(value: Any, mask: tuple[bool, ...]) -> float | tuple[float, ...]:
+    if isinstance(value, (int, float)):
+        return _finite_number("advantage", value)
+    if getattr(value, "ndim", 1) == 0:
+        return _finite_number("advantage", value.item())
+    return _finite_where("advantage", value, mask)
+
+
+def _log_probs(name: str, value: Any, mask: tuple[bool, ...]) -> tuple[float, ...]:
+    numbers = _finite_where(name, value, mask)
+    for i, (number, kept) in enumerate(zip(numbers, mask, strict=True)):
+        if kept and number > _MAX_LOG_PROB:
+            raise field_error(
+                name,
+                f"a log-prob is at most 0, got {number} at response position {i}; probabilities or "
+                "negative log-likelihoods?",
+            )
+    return numbers
+
+
+def _finite_where(name: str, value: Any, mask: tuple[bool, ...]) -> tuple[float, ...]:
+    """Returns floats that are finite where the mask is True, and 0 where not finite elsewhere."""
+    numbers, values = [], _of_length(name, value, len(mask))
+    for i, (number, kept) in enumerate(zip(values, mask, strict=True)):
+        number = _number(name, math.nan if number is None else number, i)
+        if not math.isfinite(number):
+            if kept:
+                raise field_error(
+                    name,
+                    f"is {number} at response position {i}, which is trained. Fix it, or set "
+                    "loss_mask to false there.",
+                )
+            number = 0.0
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def _of_length(name: str, value: Any, length: int) -> list[Any]:
+    values = as_list(name, value)
+    if len(values) != length:
+        raise field_error(
+            name,
+            f"has {len(values)} entries, but 'response_ids' has {length}; it needs one per "
+            "response token (none for the prompt).",
+        )
+    return values
+
+
+def _finite_number(name: str, value: Any) -> float:
+    number = _number(name, value.item() if hasattr(value, "item") else value)
+    if not math.isfinite(number):
+        raise field_error(name, f"must be finite, got {number}.")
+    return number
+
+
+def _number(name: str, value: Any, position: int | None = None) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        where = "" if position is None else f" at response position {position}"
+        raise field_error(name, f"expected a number, got {_shown(value)}{where}.")
+    return float(value)
+
+
+def _check_group_id(group_id: Any) -> None:
+    if group_id is not None and (
+        isinstance(group_id, bool) or not isinstance(group_id, (int, str))
+    ):
+        raise field_error("group_id", f"expected an integer or a string, got {_shown(group_id)}.")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
