@@ -1,27 +1,32 @@
 """The whole per-token loss: policy term + KL term - entropy term, weighted and summed.
 
-    l_t = loss(log_probs, ...) + kl_coef * kl_t - entropy_coef * H_t
+    l_t = c_t * loss(log_probs, ...) + kl_coef * kl_t - entropy_coef * H_t
     loss_sum = sum_t w_t * l_t
 
-The same object serves every backend; what the backend's gradient averaging needs is multiplied on
-afterwards (`mcore.scaling`).
+c_t is 1, or the correction for the rollout policy (`losses.off_policy`). The same object serves
+every backend; what the backend's gradient averaging needs is multiplied on afterwards
+(`mcore.scaling`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, InputError
 from ..metrics import MetricTensors, masked_max, mean_pair, sum_pair
-from ..ops.kl import kl_estimator, kl_penalty
+from ..ops.kl import check_kl_estimator, is_weighted_kl, kl_penalty
+from ..ops.precision import at_least_fp32
 from ..ops.ratios import ratio
 from ..ops.reduction import masked_sum
+from ..ops.sequences import Sequences
 from ..types import TokenLoss
-from .registry import LossSpec, check_settings, loss_spec
+from .off_policy import OffPolicy, correction, mismatch_stats
+from .registry import MADE_BY_OBJECTIVE, LossSpec, check_settings, loss_spec
 
 
 @dataclass(frozen=True)
@@ -32,29 +37,41 @@ class Objective:
         loss: name, import path or function of the policy (or supervised) loss.
         loss_settings: its settings.
         kl_coef: weight of the KL term to `ref_log_probs`, >= 0.
-        kl_estimator: "k1", "k2" or "k3".
+        kl_estimator: one of `ops.kl.KL_ESTIMATORS`.
+        kl_is_weighted: multiply the KL by the ratio to `old_log_probs`, with gradient.
         entropy_coef: weight of the entropy bonus; positive rewards entropy.
+        entropy_max: entropy above it earns nothing (and has gradient 0), nats; None: no bound.
         on_policy: the batch was sampled from the current weights and is used for exactly one
             step, so `old_log_probs` are the current log-probs (detached) and need not be given.
+        off_policy: correction for the rollout policy, an `OffPolicy` or a dict of its settings.
 
     Raises:
-        ConfigError: unknown loss, setting or estimator; a negative or non-finite coefficient.
+        ConfigError: unknown loss, setting or estimator, a value out of range, or a loss that fails
+            on (or reduces) a small example.
     """
 
     loss: str | Callable[..., Any] = "ppo_clip"
     loss_settings: Mapping[str, Any] = field(default_factory=dict)
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    kl_is_weighted: bool = False
     entropy_coef: float = 0.0
+    entropy_max: float | None = None
     on_policy: bool = False
+    off_policy: OffPolicy | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_settings(self.spec, dict(self.loss_settings))
-        kl_estimator(self.kl_estimator)
+        check_kl_estimator(self.kl_estimator, is_weighted=self.kl_is_weighted)
         if not 0.0 <= self.kl_coef < float("inf"):
             raise ConfigError(f"kl_coef must be finite and >= 0, got {self.kl_coef}.")
         if not abs(self.entropy_coef) < float("inf"):
             raise ConfigError(f"entropy_coef must be finite, got {self.entropy_coef}.")
+        if self.entropy_max is not None and not self.entropy_max > 0.0:
+            raise ConfigError(f"entropy_max must be > 0 nats, got {self.entropy_max}.")
+        if isinstance(self.off_policy, Mapping):
+            object.__setattr__(self, "off_policy", _off_policy(self.off_policy))
+        self._try_out()
 
     @property
     def spec(self) -> LossSpec:
@@ -63,11 +80,14 @@ class Objective:
     @property
     def needs(self) -> tuple[str, ...]:
         """Tensors of the micro-batch that must be there."""
-        made_here = {"log_probs", "entropy"} | ({"old_log_probs"} if self.on_policy else set())
-        names = [name for name in self.spec.needs if name not in made_here]
-        if self.kl_coef and "ref_log_probs" not in names:
+        names = list(self.spec.needs)
+        if self.kl_coef:
             names.append("ref_log_probs")
-        return tuple(names)
+            names += ["old_log_probs"] if self.kl_is_weighted else []
+        if self.off_policy is not None:
+            names += self.off_policy.needs
+        made_here = MADE_BY_OBJECTIVE + (("old_log_probs",) if self.on_policy else ())
+        return tuple(dict.fromkeys(name for name in names if name not in made_here))
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -106,6 +126,7 @@ class Objective:
         loss_weights: Tensor,
         *,
         share: float = 1.0,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, MetricTensors]:
         """Returns the local weighted sum and the metrics of one micro-batch.
 
@@ -116,14 +137,14 @@ class Objective:
             loss_mask: [rows, S] bool. Other positions add exactly 0 to loss and gradients.
             loss_weights: [rows, S] fp32, constant.
             share: this micro-batch's share of the sum metrics, 1 / (M * D * C).
+            sequences: for packed rows or sequences split over ranks; None: a row is a sequence.
+
+        Communicates: only through `sequences`, if the loss or the correction asks for it.
         """
-        clean = _clean(dict(tensors, log_probs=log_probs), loss_mask)
-        if entropy is not None:
-            clean["entropy"] = torch.where(loss_mask, entropy.float(), 0.0)
-        if self.on_policy:
-            clean["old_log_probs"] = clean["log_probs"].detach()
+        clean = self._clean(log_probs, entropy, tensors, loss_mask)
+        sequences = sequences or Sequences(loss_mask)
         weights = torch.where(loss_mask, loss_weights, 0.0)
-        policy = self._policy_loss(clean)
+        policy = self._policy_loss(clean, loss_mask, sequences)
         sums = {"policy_loss": masked_sum(policy.loss, weights)}
         means = dict(policy.stats)
         self._add_kl(sums, means, clean, weights)
@@ -135,21 +156,61 @@ class Objective:
         metrics |= _log_prob_metrics(clean, loss_mask)
         return loss_sum, metrics
 
-    def _policy_loss(self, clean: Mapping[str, Tensor]) -> TokenLoss:
-        result = self.spec.fn(*(clean[name] for name in self.spec.needs), **self.loss_settings)
-        result = result if isinstance(result, tuple) else TokenLoss(result, {})
-        if result[0].shape != clean["log_probs"].shape:
+    def _clean(
+        self,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+        tensors: Mapping[str, Tensor],
+        loss_mask: Tensor,
+    ) -> dict[str, Tensor]:
+        """Sets masked positions to 0 before any arithmetic: a NaN there would poison gradients."""
+        if "rollout_is_weights" in tensors and "rollout_is_weights" not in self.needs:
             raise InputError(
-                f"loss {self.loss!r} returned shape {tuple(result[0].shape)}, expected one value "
+                "the micro-batch has rollout_is_weights, which nothing reads; set off_policy="
+                "{'is_level': 'given'} to multiply the loss by them, or leave them out."
+            )
+        given = dict(tensors, log_probs=log_probs)
+        if entropy is not None:
+            given["entropy"] = entropy
+        for name, value in given.items():
+            if value.shape != loss_mask.shape:
+                raise InputError(
+                    f"{name} has shape {tuple(value.shape)}, but loss_mask has "
+                    f"{tuple(loss_mask.shape)}; nothing is broadcast."
+                )
+        clean = {k: torch.where(loss_mask, at_least_fp32(v), 0.0) for k, v in given.items()}
+        if self.on_policy:
+            clean["old_log_probs"] = clean["log_probs"].detach()
+        return clean
+
+    def _policy_loss(
+        self, clean: Mapping[str, Tensor], loss_mask: Tensor, sequences: Sequences
+    ) -> TokenLoss:
+        given = dict(clean, loss_mask=loss_mask, sequences=sequences)
+        result = self.spec.fn(*(given[name] for name in self.spec.needs), **self.loss_settings)
+        result = TokenLoss(*result) if isinstance(result, tuple) else TokenLoss(result, {})
+        if result.loss.shape != clean["log_probs"].shape:
+            raise InputError(
+                f"loss {self.loss!r} returned shape {tuple(result.loss.shape)}, expected one value "
                 f"per token, {tuple(clean['log_probs'].shape)}: a loss must not take a mean or sum."
             )
-        return TokenLoss(*result)
+        if self.off_policy is None:
+            return result
+        factor, stats = correction(self.off_policy, clean, sequences)
+        # a token that is left out must not bring its inf or NaN along
+        loss = torch.where(factor != 0, result.loss, 0.0) * factor
+        return TokenLoss(loss, {**result.stats, **stats})
 
-    def _add_kl(self, sums: dict, means: dict, clean: Mapping[str, Tensor], weights: Tensor) -> None:
+    def _add_kl(
+        self, sums: dict, means: dict, clean: Mapping[str, Tensor], weights: Tensor
+    ) -> None:
         if "ref_log_probs" not in clean:
             return
-        kl = kl_penalty(clean["log_probs"], clean["ref_log_probs"], self.kl_estimator)
+        log_probs, ref_log_probs = clean["log_probs"], clean["ref_log_probs"]
+        kl = kl_penalty(log_probs, ref_log_probs, self.kl_estimator)
         means["kl"] = kl
+        if self.kl_coef and self.kl_is_weighted:
+            kl = is_weighted_kl(log_probs, clean["old_log_probs"], ref_log_probs, self.kl_estimator)
         if self.kl_coef:
             sums["kl_loss"] = self.kl_coef * masked_sum(kl, weights)
 
@@ -158,14 +219,38 @@ class Objective:
     ) -> None:
         if "entropy" not in clean:
             return
-        means["entropy"] = clean["entropy"]
+        entropy = clean["entropy"]
+        means["entropy"] = entropy
         if self.entropy_coef:
-            sums["entropy_loss"] = -self.entropy_coef * masked_sum(clean["entropy"], weights)
+            sums["entropy_loss"] = -self.entropy_coef * masked_sum(
+                entropy.clamp(max=self.entropy_max) if self.entropy_max else entropy, weights
+            )
+
+    def _try_out(self) -> None:
+        """Calls the loss on a small example, so that a bad setting fails here, not in a step."""
+        loss_mask = torch.ones(2, 3, dtype=torch.bool)
+        names = {*self.needs, "log_probs", "entropy", "old_log_probs"}
+        tensors = {name: torch.zeros(2, 3) for name in names}
+        try:
+            self._policy_loss(tensors, loss_mask, Sequences(loss_mask))
+        except (ConfigError, InputError) as error:
+            raise ConfigError(str(error)) from error
+        except Exception as error:
+            raise ConfigError(
+                f"loss {self.loss!r} fails on a small example of zeros, shape (2, 3): "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
-def _clean(tensors: Mapping[str, Tensor], loss_mask: Tensor) -> dict[str, Tensor]:
-    """Sets masked positions to 0 before any arithmetic: a NaN there would poison gradients."""
-    return {name: torch.where(loss_mask, value.float(), 0.0) for name, value in tensors.items()}
+def _off_policy(settings: Mapping[str, Any]) -> OffPolicy:
+    try:
+        return OffPolicy(**settings)
+    except TypeError:
+        known = list(OffPolicy.__dataclass_fields__)
+        raise ConfigError(
+            f"off_policy has unknown settings {sorted(set(settings) - set(known))} or wrong types; "
+            f"known: {', '.join(known)}."
+        ) from None
 
 
 def _log_prob_metrics(clean: Mapping[str, Tensor], loss_mask: Tensor) -> MetricTensors:
@@ -177,4 +262,7 @@ def _log_prob_metrics(clean: Mapping[str, Tensor], loss_mask: Tensor) -> MetricT
         gap = (log_probs - clean["rollout_log_probs"]).abs()
         metrics["rollout_log_prob_diff"] = mean_pair(gap, loss_mask)
         metrics["rollout_log_prob_diff_max"] = masked_max(gap, loss_mask)
+    if "rollout_log_probs" in clean and "old_log_probs" in clean:
+        stats = mismatch_stats(clean["old_log_probs"], clean["rollout_log_probs"])
+        metrics |= {name: mean_pair(values, loss_mask) for name, values in stats.items()}
     return metrics

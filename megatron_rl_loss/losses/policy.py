@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..ops.ratios import ratio
 from ..types import TokenLoss
+from .bounds import check_clip_offsets
 
 
 def ppo_clip(
@@ -28,7 +29,7 @@ def ppo_clip(
     Args:
         log_probs: current policy, any shape, nats; gets the gradient.
         old_log_probs, advantages: same shape, constant.
-        clip_ratio_low, clip_ratio_high: offsets from 1, 0 <= low < 1 and high >= 0 (DAPO's
+        clip_ratio_low, clip_ratio_high: offsets from 1, 0 <= low <= 0.5 and 0 <= high < 1 (DAPO's
             "clip higher" is high > low).
 
     Returns:
@@ -44,13 +45,16 @@ def ppo_clip(
     >>> ppo_clip(torch.tensor([1.5]).log(), torch.zeros(1), torch.ones(1)).loss
     tensor([-1.2000])
     """
-    _check_clip(clip_ratio_low, clip_ratio_high)
+    check_clip_offsets(clip_ratio_low, clip_ratio_high)
     r = ratio(log_probs, old_log_probs)
-    clipped = r.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    loss = torch.maximum(-r * advantages, -clipped * advantages)
-    above = (advantages > 0) & (r > 1.0 + clip_ratio_high)
-    below = (advantages < 0) & (r < 1.0 - clip_ratio_low)
-    return TokenLoss(loss, {"clip_fraction": (above | below).float(), "ratio_mean": r.detach()})
+    return clipped_surrogate(r, advantages, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+
+
+def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
+    """Returns max(-r A, -clip(r, low, high) A) for a ratio of any kind and absolute bounds."""
+    loss = torch.maximum(-r * advantages, -r.clamp(low, high) * advantages)
+    binds = ((advantages > 0) & (r > high)) | ((advantages < 0) & (r < low))
+    return TokenLoss(loss, {"clip_fraction": binds.float(), "ratio_mean": r.detach()})
 
 
 def dual_clip(
@@ -79,7 +83,7 @@ def dual_clip(
     Source: Ye et al., "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning"
     (2020), eq. 5.
     """
-    if dual_clip_ratio <= 1.0:
+    if not dual_clip_ratio > 1.0:
         raise ConfigError(f"dual_clip_ratio must be > 1 (usual: 3), got {dual_clip_ratio}.")
     clipped = ppo_clip(
         log_probs,
@@ -119,16 +123,3 @@ def policy_gradient(log_probs: Tensor, advantages: Tensor) -> TokenLoss:
     Source: Williams, "Simple statistical gradient-following algorithms" (1992).
     """
     return TokenLoss(-log_probs * advantages)
-
-
-def _check_clip(low: float, high: float) -> None:
-    if not 0.0 <= low < 1.0:
-        raise ConfigError(
-            f"clip_ratio_low must be in [0, 1), got {low}: it is an offset from 1 (0.2 clips at "
-            "0.8); an absolute threshold t is given as 1 - t."
-        )
-    if not 0.0 <= high < 10.0:
-        raise ConfigError(
-            f"clip_ratio_high must be in [0, 10), got {high}: it is an offset from 1 (0.2 clips "
-            "at 1.2); an absolute threshold t is given as t - 1."
-        )

@@ -1,10 +1,12 @@
-"""The losses by name. A loss is a pure function; its signature says which tensors it needs.
+"""The losses by name. A loss is a pure function; its signature says what it needs.
 
     def my_loss(log_probs, old_log_probs, advantages, *, my_setting=0.2) -> TokenLoss
 
 Positional parameters are tensors of the micro-batch, by their glossary names, all of one shape,
 fp32, with masked positions already set to 0; only `log_probs` (and `entropy`) carry a gradient.
-Keyword-only parameters are settings. The result is un-reduced: weights come later, once.
+Two more may be asked for by name: `loss_mask`, bool, and `sequences` (`ops.sequences`), for sums
+over whole sequences. Keyword-only parameters are settings. The result is un-reduced: weights come
+later, once.
 
 To add a loss: write the function, add one line to `LOSSES`, one YAML under `configs/loss/`, one
 test. Losses outside this package are named by import path, `"my_pkg.my_mod:fn"`.
@@ -14,15 +16,24 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..types import TokenLoss
+from ..types import PER_TOKEN_FLOAT_FIELDS, TokenLoss
+from .covariance import clip_cov, kl_cov
 from .cross_entropy import cross_entropy
+from .distillation import on_policy_distillation
 from .policy import dual_clip, importance_sampling, policy_gradient, ppo_clip
+from .sequence_level import gmpo, gspo, gspo_token, topr
+from .tinker import tinker_cispo, tinker_dro, tinker_importance_sampling, tinker_ppo
+from .trust_region import cispo, dppo_kl, dppo_tv, dro, sapo
+
+# what the objective makes; all other positional parameters come from the micro-batch
+MADE_BY_OBJECTIVE = ("log_probs", "entropy", "loss_mask", "sequences")
 
 
 @dataclass(frozen=True)
@@ -33,14 +44,21 @@ class LossSpec:
         fn: the per-token loss.
         homogeneous: w * l(A) == l(w * A) for w >= 0, so advantages may carry the weight. A loss
             that is not homogeneous is refused without explicit `loss_weights`.
+        depends_on_micro_batch: it ranks or averages over the micro-batch, so its gradient changes
+            with the cut.
     """
 
     fn: Callable[..., TokenLoss | Tensor]
     homogeneous: bool = False
+    depends_on_micro_batch: bool = False
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", str(self.fn))
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the tensors the loss reads, `log_probs` first."""
+        """Names of the tensors the loss reads, in the order of its parameters."""
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return tuple(p.name for p in self._parameters() if p.kind in kinds)
 
@@ -48,7 +66,9 @@ class LossSpec:
     def settings(self) -> dict[str, Any]:
         """Settings with their defaults (`inspect.Parameter.empty` where one must be given)."""
         return {
-            p.name: p.default for p in self._parameters() if p.kind == inspect.Parameter.KEYWORD_ONLY
+            p.name: p.default
+            for p in self._parameters()
+            if p.kind == inspect.Parameter.KEYWORD_ONLY
         }
 
     def _parameters(self) -> list[inspect.Parameter]:
@@ -60,6 +80,22 @@ LOSSES: dict[str, LossSpec] = {
     "dual_clip": LossSpec(dual_clip, homogeneous=True),
     "policy_gradient": LossSpec(policy_gradient, homogeneous=True),
     "importance_sampling": LossSpec(importance_sampling, homogeneous=True),
+    "gspo": LossSpec(gspo, homogeneous=True),
+    "gspo_token": LossSpec(gspo_token, homogeneous=True),
+    "gmpo": LossSpec(gmpo, homogeneous=True),
+    "topr": LossSpec(topr, homogeneous=True),
+    "cispo": LossSpec(cispo, homogeneous=True),
+    "sapo": LossSpec(sapo, homogeneous=True),
+    "dro": LossSpec(dro),
+    "dppo_tv": LossSpec(dppo_tv, homogeneous=True),
+    "dppo_kl": LossSpec(dppo_kl, homogeneous=True),
+    "clip_cov": LossSpec(clip_cov, depends_on_micro_batch=True),
+    "kl_cov": LossSpec(kl_cov, depends_on_micro_batch=True),
+    "tinker_importance_sampling": LossSpec(tinker_importance_sampling, homogeneous=True),
+    "tinker_ppo": LossSpec(tinker_ppo, homogeneous=True),
+    "tinker_cispo": LossSpec(tinker_cispo, homogeneous=True),
+    "tinker_dro": LossSpec(tinker_dro),
+    "on_policy_distillation": LossSpec(on_policy_distillation),
     "cross_entropy": LossSpec(cross_entropy),
 }
 
@@ -86,24 +122,33 @@ def loss_spec(loss: str | Callable[..., TokenLoss | Tensor]) -> LossSpec:
 def _import(path: str) -> Callable[..., TokenLoss | Tensor]:
     module_name, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), name)
+        loss = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"cannot import the loss {path!r}: {error}.") from error
+    if not callable(loss):
+        raise ConfigError(f"{path!r} is not a function but {type(loss).__name__}.")
+    return loss
 
 
 def check_settings(spec: LossSpec, settings: dict[str, Any]) -> None:
-    """Raises `ConfigError` for settings the loss does not have, or lacks.
+    """Raises `ConfigError` for tensors nobody has, and for settings the loss lacks or must get.
 
-    Values are checked by the loss itself, on the first call or through `losses.checks`.
+    Values are checked by the loss itself; `Objective` calls it once when it is made.
     """
+    known_tensors = (*MADE_BY_OBJECTIVE, *PER_TOKEN_FLOAT_FIELDS)
+    strange = [name for name in spec.needs if name not in known_tensors]
+    if strange:
+        raise ConfigError(
+            f"loss {spec.name!r} has the positional parameter {', '.join(map(repr, strange))}; "
+            f"tensors it can get: {', '.join(known_tensors)}. A setting must be keyword-only."
+        )
     known = spec.settings
-    name = getattr(spec.fn, "__name__", str(spec.fn))
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ConfigError(
-            f"loss {name!r} has no setting {', '.join(map(repr, unknown))}; "
+            f"loss {spec.name!r} has no setting {', '.join(map(repr, unknown))}; "
             f"its settings: {', '.join(known) or 'none'}."
         )
     missing = [k for k, v in known.items() if v is inspect.Parameter.empty and k not in settings]
     if missing:
-        raise ConfigError(f"loss {name!r} needs the setting {', '.join(map(repr, missing))}.")
+        raise ConfigError(f"loss {spec.name!r} needs the setting {', '.join(map(repr, missing))}.")

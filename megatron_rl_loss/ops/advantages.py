@@ -98,4 +98,6 @@ def _check_rewards(rewards: Tensor, group_ids: Tensor) -> None:
         )
     if not bool(rewards.isfinite().all()):
         i = int((~rewards.isfinite()).nonzero()[0])
-        raise InputError(f"the reward of sequence {i} is {rewards[i].item()}; rewards must be finite.")
+        raise InputError(
+            f"the reward of sequence {i} is {rewards[i].item()}; rewards must be finite."
+        )

@@ -1,0 +1,60 @@
+"""Sequence sums under context parallelism, where each rank holds a part of every sequence."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops.sequences import Sequences
+
+
+def make_sequences(
+    loss_mask: Tensor,
+    *,
+    segment_ids: Tensor | None = None,
+    num_segments: int = 0,
+    cp_group: dist.ProcessGroup | None = None,
+) -> Sequences:
+    """Returns the `Sequences` of a micro-batch, of which this rank may hold a part.
+
+    Args:
+        loss_mask, segment_ids, num_segments: this rank's part; see `Sequences`.
+        cp_group: context-parallel group; None or one rank: sequences are whole.
+    """
+    if cp_group is None or cp_group.size() == 1:
+        return Sequences(loss_mask, segment_ids, num_segments)
+    return Sequences(loss_mask, segment_ids, num_segments, partial(all_reduce_sum, cp_group))
+
+
+def all_reduce_sum(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """Returns the sum of `x` over the group's ranks, differentiably.
+
+    Communicates: one SUM all-reduce over `group`, and one more in backward if `x` needs a
+    gradient. Every rank must run both, also a rank whose tokens are all masked.
+
+    Gradient: each rank's loss L_c is the sum over its **own** tokens, and L = sum_c L_c. Every
+    L_c depends on s = sum_c x_c, so dL/dx_c = sum_c' dL_c'/ds: the backward adds up the ranks'
+    gradients. With own-token losses nothing is counted twice: Megatron multiplies the loss by C
+    and averages gradients over D * C ranks, so parameters get the plain sum over context-parallel
+    ranks. (Routing back only the local gradient would be right if every rank computed the whole
+    L: then dL_c'/ds is the same on each rank and the sum would be C times too large.)
+    """
+    return _AllReduceSum.apply(x, group)
+
+
+class _AllReduceSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()  # autograd may hand over an expanded view
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
