@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -152,3 +153,13 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, stacks: Path
             pipe.send((True, fn(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        finally:
+            _leave_groups()
+
+
+def _leave_groups() -> None:
+    """Ends the groups that a case left: each holds three threads that keep waking up."""
+    if "megatron.core.parallel_state" in sys.modules:
+        from megatron_rl_loss.mcore.ranks import stop_ranks
+
+        stop_ranks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 
@@ -57,6 +58,20 @@ def start_ranks(
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     return device
+
+
+def stop_ranks() -> None:
+    """Leaves Megatron's groups, so that `start_ranks` can make others in the same world.
+
+    Megatron only forgets its groups; the groups' threads live on until they are destroyed.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def check_world_size(world_size: int, model_size: int, expert_size: int = 1) -> None:
