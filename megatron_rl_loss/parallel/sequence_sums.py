@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.sequences import Sequences
+from .context_parallel import zigzag_positions
 
 
 def make_sequences(
@@ -27,6 +29,25 @@ def make_sequences(
     if cp_group is None or cp_group.size() == 1:
         return Sequences(loss_mask, segment_ids, num_segments)
     return Sequences(loss_mask, segment_ids, num_segments, partial(all_reduce_sum, cp_group))
+
+
+def packed_segment_ids(
+    cu_seqlens: Sequence[int] | Tensor, *, cp_rank: int = 0, cp_size: int = 1
+) -> Tensor:
+    """Returns which sequence each position of a packed row is in, for this rank's part of the row.
+
+    Args:
+        cu_seqlens: offsets of the sequences in the row, padded, [N + 1].
+
+    Returns:
+        [1, T / cp_size] int64 on the CPU, values in [0, N).
+
+    >>> packed_segment_ids([0, 2, 5])
+    tensor([[0, 0, 1, 1, 1]])
+    """
+    offsets = [int(x) for x in cu_seqlens]
+    positions = zigzag_positions(offsets, cp_rank, cp_size)
+    return torch.bucketize(positions, torch.tensor(offsets[1:-1]), right=True)[None]
 
 
 def all_reduce_sum(group: dist.ProcessGroup, x: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def random_case(rows=5, length=7, dtype=torch.float64, seed=0, spread=0.5):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     loss_mask = torch.rand(rows, length, generator=generator) < 0.7
-    loss_mask[1] = False
+    loss_mask[1:2] = False
     log_probs = -1.5 + 0.4 * normal(rows, length)
     tensors = {name: log_probs + spread * normal(rows, length) for name in TENSORS}
     tensors = {name: value.clamp(max=-0.05) for name, value in tensors.items()}
