@@ -1,0 +1,155 @@
+"""Trains on the rollouts of a step: advantages, mini-batches, optimizer steps, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+from .mcore.forward_step import ForwardStep
+from .mcore.groups import ParallelGroups
+from .mcore.mini_batch import cut_mini_batch
+from .mcore.token_log_probs import token_log_probs
+from .mcore.train_step import train_step
+from .rollouts.rollout import Rollout
+from .rollouts.sequences import group_numbers, rollout_metrics, training_sequence
+from .types import MicroBatch
+
+# (rewards [N], group ids [N]) -> advantages [N]
+AdvantageEstimator = Callable[[Tensor, Tensor], Tensor]
+
+LAST_VALUE = ("learning_rate",)  # of several mini-batches in a step, the last one's
+LARGEST = ("_max",)
+
+
+@dataclass
+class Trainer:
+    """The model with its optimizer, and how a step's rollouts become optimizer steps.
+
+    Attributes:
+        chunks, optimizer, scheduler: Megatron's.
+        forward_step: with `on_policy` where every rollout is used for one optimizer step only.
+        groups: this rank's.
+        estimator: makes advantages from rewards; None: the rollouts carry advantages.
+        cutting: keyword arguments of `cut_mini_batch`.
+        num_mini_batches: optimizer steps per pass over a step's rollouts.
+        num_epochs: passes.
+        reference: frozen model for `ref_log_probs`, where the rollouts carry none.
+    """
+
+    chunks: Sequence[Any]
+    optimizer: Any
+    scheduler: Any
+    forward_step: ForwardStep
+    groups: ParallelGroups
+    estimator: AdvantageEstimator | None
+    cutting: Mapping[str, Any] = field(default_factory=dict)
+    num_mini_batches: int = 1
+    num_epochs: int = 1
+    reference: Sequence[Any] | None = None
+
+    def train_on(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Trains on all rollouts of a step and returns the metrics, the same on every rank.
+
+        Over several mini-batches and epochs, metrics are averaged, `_max` ones are the largest.
+
+        Args:
+            rollouts: of all ranks, in the same order on each.
+
+        Raises:
+            InputError, ConfigError: something is wrong with the rollouts; nothing was trained.
+        """
+        sequences = self._sequences(rollouts)
+        mini_batches = [
+            cut_mini_batch(part, self.groups, **self.cutting)[0] for part in self._parts(sequences)
+        ]
+        for micro_batches in mini_batches:
+            self._add_log_probs(micro_batches)
+        results = [
+            train_step(
+                self.forward_step,
+                self.chunks,
+                self.optimizer,
+                micro_batches,
+                scheduler=self.scheduler,
+            )
+            for _ in range(self.num_epochs)
+            for micro_batches in mini_batches
+        ]
+        return mean_metrics(results) | rollout_metrics(rollouts)
+
+    def _sequences(self, rollouts: Sequence[Rollout]) -> list[dict[str, Tensor]]:
+        numbers = group_numbers(rollouts)
+        advantages = self._advantages(rollouts, numbers)
+        return [
+            training_sequence(rollout, advantage, number)
+            for rollout, advantage, number in zip(rollouts, advantages, numbers, strict=True)
+        ]
+
+    def _advantages(self, rollouts: Sequence[Rollout], numbers: Sequence[int]) -> Sequence[Any]:
+        if self.estimator is None:
+            missing = sum(rollout.advantage is None for rollout in rollouts)
+            if missing:
+                raise ConfigError(
+                    f"advantage.estimator is 'none', but {missing} of {len(rollouts)} rollouts "
+                    "have no 'advantage'; choose an estimator, or write advantages."
+                )
+            return [rollout.advantage for rollout in rollouts]
+        missing = sum(rollout.reward is None for rollout in rollouts)
+        if missing:
+            raise ConfigError(
+                f"{missing} of {len(rollouts)} rollouts have no 'reward', which the advantage "
+                "estimator reads; set advantage.estimator=none to use their 'advantage'."
+            )
+        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+        return self.estimator(rewards, torch.tensor(numbers)).tolist()
+
+    def _parts(self, sequences: list[Any]) -> list[list[Any]]:
+        num = self.num_mini_batches
+        if len(sequences) % num:
+            raise ConfigError(
+                f"{len(sequences)} rollouts do not split into {num} mini-batches of one size; "
+                "change batch.mini_batches_per_step or the number of rollouts."
+            )
+        size = len(sequences) // num
+        return [sequences[i * size : (i + 1) * size] for i in range(num)]
+
+    def _add_log_probs(self, micro_batches: list[MicroBatch]) -> None:
+        """Adds `old_log_probs` and `ref_log_probs` where the loss reads them and they are not there."""
+        models = {"old_log_probs": self.chunks, "ref_log_probs": self.reference}
+        for name, model in models.items():
+            if name not in self.forward_step.objective.needs or name in micro_batches[0]:
+                continue
+            if model is None:
+                raise ConfigError(
+                    f"the loss reads {name!r}, but the rollouts carry none and there is no "
+                    "reference model."
+                )
+            values = token_log_probs(
+                model,
+                micro_batches,
+                temperature=self.forward_step.temperature,
+                vocab_size=self.forward_step.vocab_size,
+            )
+            for micro_batch, value in zip(micro_batches, values, strict=True):
+                micro_batch[name] = value
+
+
+def mean_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns metrics over several optimizer steps: means, and the largest of `_max` ones.
+
+    >>> mean_metrics([{"loss": 1.0, "ratio_max": 2.0}, {"loss": 3.0, "ratio_max": 1.0}])
+    {'loss': 2.0, 'ratio_max': 2.0}
+    """
+    metrics = {}
+    for name in results[0]:
+        values = [result[name] for result in results]
+        if name in LAST_VALUE:
+            metrics[name] = values[-1]
+        else:
+            metrics[name] = max(values) if name.endswith(LARGEST) else sum(values) / len(values)
+    return metrics
