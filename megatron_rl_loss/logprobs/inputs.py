@@ -91,17 +91,20 @@ def _view_rows(logits: Tensor, dims: Sequence[int]) -> Tensor:
     return logits.permute((*dims, logits.ndim - 1)).view(num_rows, logits.shape[-1])
 
 
-def check_logits_and_labels(logits: Tensor, labels: Tensor, loss_mask: Tensor | None) -> None:
-    """Raises InputError unless shapes and dtypes fit; looks at no value."""
+def check_logits_and_labels(
+    logits: Tensor, labels: Tensor | None, loss_mask: Tensor | None
+) -> None:
+    """Raises InputError unless shapes, dtypes and devices fit; looks at no value."""
     if not logits.is_floating_point() or logits.ndim < 1 or logits.shape[-1] == 0:
         raise InputError(
             f"logits must be floating point [..., V] with V > 0, got {logits.dtype} "
             f"{list(logits.shape)}."
         )
-    check_token_ids("labels", labels, logits.shape[:-1])
-    if labels.device != logits.device:
-        raise InputError(f"labels are on {labels.device}, logits on {logits.device}; move one.")
-    check_loss_mask(loss_mask, labels)
+    if labels is not None:
+        check_token_ids("labels", labels, logits.shape[:-1])
+        if labels.device != logits.device:
+            raise InputError(f"labels are on {labels.device}, logits on {logits.device}.")
+    check_loss_mask(loss_mask, logits.shape[:-1])
 
 
 def check_token_ids(name: str, ids: Tensor, shape: Sequence[int]) -> None:
@@ -115,11 +118,11 @@ def check_token_ids(name: str, ids: Tensor, shape: Sequence[int]) -> None:
         )
 
 
-def check_loss_mask(loss_mask: Tensor | None, labels: Tensor) -> None:
-    """Raises InputError unless the mask is None or boolean (or 0 / 1) and shaped like labels."""
-    if loss_mask is not None and loss_mask.shape != labels.shape:
+def check_loss_mask(loss_mask: Tensor | None, shape: Sequence[int]) -> None:
+    """Raises InputError unless the mask is None or has one entry per position."""
+    if loss_mask is not None and tuple(loss_mask.shape) != tuple(shape):
         raise InputError(
-            f"loss_mask must have the shape of labels {list(labels.shape)}, got "
+            f"loss_mask must have shape {list(shape)} (one entry per row of logits), got "
             f"{list(loss_mask.shape)}."
         )
 

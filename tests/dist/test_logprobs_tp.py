@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_loss.logprobs import rows_eager
-from megatron_rl_loss.logprobs.vocab_parallel import vocab_parallel_log_probs
+from megatron_rl_loss.logprobs.vocab_parallel import (
+    vocab_parallel_log_probs,
+    vocab_parallel_outputs,
+)
 from tests.reference import log_probs as reference
 from tests.spawn import run_ranks
 
@@ -112,3 +115,24 @@ def test_nan_on_one_shard_is_seen_on_all_and_stays_in_its_row(poison):
     for log_probs, grad in run_ranks(poisoned_shard, 2, poison):
         assert log_probs[0].isnan() and log_probs[1].isfinite()
         assert not grad[0].any() and grad[1].isfinite().all()
+
+
+def outputs_of_shard(vocab_size):
+    logits, labels, *_ = full_case(12, vocab_size)
+    shard = logits.chunk(dist.get_world_size(), -1)[dist.get_rank()].contiguous()
+    return vocab_parallel_outputs(
+        shard, labels, token_ids=labels[..., None] // 2, top_k=4, with_entropy=True,
+        vocab_size=vocab_size, tp_group=dist.group.WORLD,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab_size", [12, 7, 4])
+def test_two_shards_give_the_whole_vocabularys_top_k_and_argmax(vocab_size):
+    logits, labels, *_ = full_case(12, vocab_size)
+    want = vocab_parallel_outputs(
+        logits, labels, token_ids=labels[..., None] // 2, top_k=4, with_entropy=True,
+        vocab_size=vocab_size,
+    )  # fmt: skip
+    for got in run_ranks(outputs_of_shard, 2, vocab_size):
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)

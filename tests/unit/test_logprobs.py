@@ -196,7 +196,7 @@ def test_debug_names_the_position_of_non_finite_logits(poison):
     [
         ({"labels": torch.zeros(3).long()}, "labels must have shape"),
         ({"labels": torch.zeros(2)}, "labels must be integer"),
-        ({"loss_mask": torch.ones(3)}, "loss_mask must have the shape"),
+        ({"loss_mask": torch.ones(3)}, "loss_mask must have shape"),
         ({"vocab_size": 5}, "vocab_size is 5"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"logits": torch.zeros(2, 4).long()}, "logits must be floating point"),
