@@ -84,7 +84,24 @@ def reduce_metrics(
     metrics = dict(zip(pairs, _divide(pairs, sums.tolist(), num_calls)))
     for name, top in zip(extremes, tops.tolist()):
         metrics[name] = 0.0 if top == -torch.inf else _signed(name, top)
-    return metrics
+    return metrics | _ratios_of_means(metrics)
+
+
+def _ratios_of_means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics that are made of reduced means: a mean of them would mean nothing.
+
+    is_ess: effective share of the tokens under importance weights, (mean w)^2 / mean w^2.
+    explained_variance: of the returns, by the critic, 1 - var(R - V) / var(R).
+    """
+    made = {}
+    if "is_weight_sq_mean" in metrics:
+        square = metrics["is_weight_sq_mean"]
+        made["is_ess"] = metrics["is_weight_mean"] ** 2 / square if square else 0.0
+    if "value_error_sq_mean" in metrics:
+        error = metrics["value_error_sq_mean"] - metrics["value_error_mean"] ** 2
+        spread = metrics["return_sq_mean"] - metrics["return_mean"] ** 2
+        made["explained_variance"] = 1.0 - error / spread if spread > 0.0 else 0.0
+    return made
 
 
 def _sum_pairs(micro_batches: Sequence[Mapping[str, Tensor]], names: list[str]) -> Tensor:

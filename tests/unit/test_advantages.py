@@ -1,13 +1,24 @@
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
 import pytest
 import torch
 
-from megatron_rl_loss.errors import InputError
-from megatron_rl_loss.ops.advantages import grpo_advantages
+from megatron_rl_loss.errors import ConfigError, InputError
+from megatron_rl_loss.ops.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    group_advantages,
+    grpo_advantages,
+    informative_groups,
+    maxrl_advantages,
+    opo_advantages,
+    pass_at_k_advantages,
+    rloo_advantages,
+)
+from megatron_rl_loss.parallel.whitening import whiten
 
 
 def by_group(rewards, group_ids, f):
@@ -81,3 +92,131 @@ def test_wrong_shapes_are_refused():
         grpo_advantages(torch.zeros(3), ids)
     with pytest.raises(InputError, match="integer"):
         grpo_advantages(torch.zeros(2), torch.zeros(2))
+
+
+LENGTHS = torch.tensor([3, 1, 4, 0, 5, 9, 2])
+
+
+def test_rloo_subtracts_the_mean_of_the_others():
+    def others(group, i):
+        rest = group[:i] + group[i + 1 :]
+        return group[i] - statistics.mean(rest)
+
+    want = by_group(REWARDS, GROUP_IDS.tolist(), others)
+    assert rloo_advantages(REWARDS, GROUP_IDS).tolist() == pytest.approx(want, abs=1e-6)
+
+
+def test_opo_weights_the_baseline_by_length():
+    want = []
+    for i in range(7):
+        members = [j for j in range(7) if GROUP_IDS[j] == GROUP_IDS[i]]
+        total = sum(LENGTHS[j].item() for j in members)
+        baseline = sum(LENGTHS[j].item() * REWARDS[j].item() for j in members) / total
+        want.append(REWARDS[i].item() - baseline)
+    got = opo_advantages(REWARDS, GROUP_IDS, num_tokens=LENGTHS)
+    assert got.tolist() == pytest.approx(want, abs=1e-6)
+    with pytest.raises(InputError, match="all 0 in a group"):
+        opo_advantages(REWARDS, GROUP_IDS, num_tokens=torch.zeros(7))
+    with pytest.raises(InputError, match="num_tokens has shape"):
+        opo_advantages(REWARDS, GROUP_IDS, num_tokens=torch.ones(1))
+
+
+def test_maxrl_divides_by_the_success_rate():
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0, 0])
+    ids = torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])
+    want = [3, -1, -1, -1, 0.5, 0.5, -1, 0, 0]
+    assert maxrl_advantages(rewards, ids).tolist() == pytest.approx(want)
+    with pytest.raises(InputError, match="sequence 4 has -2"):
+        maxrl_advantages(REWARDS, GROUP_IDS)
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_pass_at_k_counts_subsets(k, normalize_by_std):
+    def by_listing(group, i):
+        subsets = list(itertools.combinations(range(len(group)), k))
+        best = [max(group[j] for j in subset) for subset in subsets]
+        containing = [b for b, subset in zip(best, subsets, strict=True) if i in subset]
+        gain = statistics.mean(containing) - statistics.mean(best)
+        return gain / (statistics.pstdev(best) + 1e-6) if normalize_by_std else gain
+
+    want = by_group(REWARDS, GROUP_IDS.tolist(), by_listing)
+    got = pass_at_k_advantages(REWARDS, GROUP_IDS, k=k, normalize_by_std=normalize_by_std)
+    assert got.tolist() == pytest.approx(want, abs=1e-5)
+
+
+def test_pass_at_k_of_binary_rewards_is_the_published_form():
+    rewards = torch.tensor([1.0, 1, 0, 0, 0, 0])
+    got = pass_at_k_advantages(rewards, torch.zeros(6, dtype=torch.long), k=3, eps=0.0)
+    rate = 1 - math.comb(4, 3) / math.comb(6, 3)
+    sigma = math.sqrt(rate * (1 - rate))
+    positive = (1 - rate) / sigma
+    negative = (1 - rate - math.comb(3, 2) / math.comb(5, 2)) / sigma
+    assert got.tolist() == pytest.approx([positive] * 2 + [negative] * 4)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_pass_at_k_refuses_more_than_a_group_holds(k):
+    with pytest.raises(ConfigError, match="smallest group = 3"):
+        pass_at_k_advantages(REWARDS, GROUP_IDS, k=k)
+
+
+SETTINGS = {"opo": {"num_tokens": torch.tensor([1, 2, 3])}, "pass_at_k": {"k": 2}}
+
+
+@pytest.mark.parametrize(
+    "estimator", [name for name in ADVANTAGE_ESTIMATORS if name != "reinforce_plus_plus"]
+)
+@pytest.mark.parametrize("reward", [0.35, 0.1, 1 / 3])
+def test_every_estimator_gives_exactly_zero_for_a_constant_group(estimator, reward):
+    settings = SETTINGS.get(estimator, {})
+    got = group_advantages(
+        torch.full((3,), reward),
+        torch.zeros(3, dtype=torch.long),
+        estimator=estimator,
+        **settings,
+    )
+    assert torch.equal(got, torch.zeros(3))
+
+
+def test_estimators_by_name():
+    ids = torch.tensor([0, 0, 1])
+    rewards = torch.tensor([1.0, 0.5, 0.25])
+    assert group_advantages(rewards, ids, estimator="reinforce_plus_plus").tolist() == [
+        1,
+        0.5,
+        0.25,
+    ]
+    assert group_advantages(rewards, ids, estimator="dr_grpo").tolist() == [0.25, -0.25, 0]
+    with pytest.raises(ConfigError, match="known: grpo, dr_grpo"):
+        group_advantages(rewards, ids, estimator="gae")
+    with pytest.raises(ConfigError, match="num_tokens"):
+        group_advantages(rewards, ids, estimator="opo")
+    with pytest.raises(ConfigError, match="sigma"):
+        group_advantages(rewards, ids, sigma=1)
+
+
+def test_constant_groups_are_not_informative():
+    got = informative_groups(torch.tensor([1.0, 0, 0.35, 0.35, 1]), torch.tensor([4, 4, 2, 2, 0]))
+    assert got.tolist() == [True, True, False, False, False]
+
+
+def test_whitening_is_over_trained_tokens():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1]], dtype=torch.bool)
+    values = torch.tensor([[1.0, 2.0, math.nan], [9.0, 9.0, 9.0], [5.0, math.inf, 4.0]])
+    trained = [1.0, 2.0, 5.0, 4.0]
+    mean, std = statistics.mean(trained), statistics.stdev(trained)
+    got = whiten(values, mask)
+    assert got[mask].tolist() == pytest.approx([(x - mean) / std for x in trained])
+    assert not got[~mask].any()
+    kept = whiten(values, mask, shift_mean=False)
+    assert kept[mask].tolist() == pytest.approx([(x - mean) / std + mean for x in trained])
+
+
+def test_whitening_per_row_advantages_and_nothing():
+    mask = torch.tensor([[1, 1], [1, 0]], dtype=torch.bool)
+    got = whiten(torch.tensor([1.0, -1.0]), mask)
+    std = statistics.stdev([1, 1, -1])
+    assert got.flatten().tolist() == pytest.approx([2 / 3 / std, 2 / 3 / std, -4 / 3 / std, 0])
+    assert not whiten(torch.full((2,), 0.35), mask).any()
+    assert not whiten(torch.ones(2), torch.zeros_like(mask)).any()
