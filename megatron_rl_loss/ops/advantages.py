@@ -53,7 +53,12 @@ def grpo_advantages(
 
 
 def dr_grpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Returns r_i - mean_g; see `grpo_advantages`."""
+    """Returns rewards relative to their group's mean, in reward units.
+
+    Formula: A_i = r_i - mean_g, which is `grpo_advantages` without `normalize_by_std`.
+
+    Source: Liu et al., "Understanding R1-Zero-Like Training" (2025).
+    """
     return grpo_advantages(rewards, group_ids, normalize_by_std=False)
 
 
@@ -171,9 +176,11 @@ def _max_of_k(rewards: Tensor, k: int) -> tuple[Tensor, float]:
 
 
 def raw_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Returns the rewards as they are; REINFORCE++ whitens them over the batch afterwards.
+    """Returns the rewards as they are, to be whitened over the mini-batch.
 
-    See `parallel.whitening.whiten`. Source: Hu, "REINFORCE++" (2025).
+    Formula: A_i = r_i; then `parallel.whitening.whiten`.
+
+    Source: Hu, "REINFORCE++" (2025).
     """
     return Groups(rewards, group_ids).rewards.float()
 

@@ -1,0 +1,233 @@
+"""Writes docs/losses.md and configs/loss/*.yaml from the losses themselves.
+
+python scripts/make_loss_table.py            writes the files
+python scripts/make_loss_table.py --check    fails if a file is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_rl_loss.losses.presets import PRESETS  # noqa: E402
+from megatron_rl_loss.losses.registry import LOSSES, LossSpec  # noqa: E402
+from megatron_rl_loss.ops.advantages import ADVANTAGE_ESTIMATORS  # noqa: E402
+from megatron_rl_loss.ops.kl import KL_ESTIMATORS  # noqa: E402
+
+INTRO = """# Losses
+
+<!-- Made by scripts/make_loss_table.py from the code; change the code, not this file. -->
+
+Every loss is a pure function that returns one un-reduced value per token. The loss of a
+mini-batch is sum_t w_t * l_t with token weights w (the reduction) made from global counts, so all
+losses share the same six reductions, and the gradient does not depend on how the mini-batch is cut.
+
+r = exp(log_probs - old_log_probs), log clamped to +-20; A the advantage; sg(x) is x as a
+constant; clip(x, a, b) bounds x. Advantages are raw: where the column "A carries w" says yes,
+pre-normalised advantages (w * A) with reduction `sum` give the same gradient; where it says no,
+`loss_weights` must be in the micro-batch (an error says so).
+"""
+
+MICRO_BATCH_NOTE = """
+Losses marked (*) rank or average over this rank's micro-batch, so their gradient changes with the
+cut by definition. All others give the same gradient for any cut.
+"""
+
+LEFT_OUT = """
+## Left out, and why
+
+* **Pairwise losses (DPO, IPO ...)**: -log sigmoid of a difference between two sequences is not a
+  weighted sum of per-token losses; both sequences would have to share a micro-batch, which the
+  contract's freedom to cut anywhere forbids.
+* **Top-k forward KL to a teacher**: it needs the student's log-probs of k tokens per position, not
+  of the sampled one.
+* **Mini-batch thresholds for clip_cov and kl_cov**: they work on the micro-batch, as published
+  code does, and are marked.
+* **Self-normalised importance weights**: make them over the mini-batch and pass them as
+  `rollout_is_weights` with `off_policy={"is_level": "given"}`.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
+    args = parser.parse_args()
+    stale = [path for path, text in files().items() if not is_current(path, text)]
+    stale += [path for path in strange_files() if path.exists()]
+    if args.check and stale:
+        sys.exit(f"out of date: {', '.join(str(p.relative_to(ROOT)) for p in stale)}")
+    for path, text in files().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def files() -> dict[Path, str]:
+    """Returns what each file must hold."""
+    made = {ROOT / "docs" / "losses.md": document()}
+    for name, preset in PRESETS.items():
+        made[ROOT / "configs" / "loss" / f"{name}.yaml"] = yaml_text(name, preset)
+    return made
+
+
+def is_current(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
+
+
+def strange_files() -> list[Path]:
+    """Returns files under configs/loss that belong to no preset."""
+    return [p for p in (ROOT / "configs" / "loss").glob("*.yaml") if p.stem not in PRESETS]
+
+
+def document() -> str:
+    parts = [INTRO, loss_table(), MICRO_BATCH_NOTE, "## Formulas and sources\n", formulas()]
+    parts += [preset_section(), advantage_section(), kl_section(), LEFT_OUT]
+    return "\n".join(part.strip("\n") + "\n" for part in parts)
+
+
+def loss_table() -> str:
+    rows = [
+        (
+            f"`{name}`" + (" (*)" if spec.depends_on_micro_batch else ""),
+            section(spec.fn, None).rstrip("."),
+            "yes" if spec.homogeneous else "no",
+            ", ".join(f"`{need}`" for need in spec.needs if need != "log_probs"),
+            settings_text(spec),
+            f"[{name}.yaml](../configs/loss/{name}.yaml)",
+        )
+        for name, spec in LOSSES.items()
+    ]
+    head = ("loss", "what it is", "A carries w", "reads, beside `log_probs`", "settings", "config")
+    return table(head, rows)
+
+
+def settings_text(spec: LossSpec) -> str:
+    return ", ".join(
+        f"`{name}`" if default is inspect.Parameter.empty else f"`{name}={default}`"
+        for name, default in spec.settings.items()
+    )
+
+
+def formulas() -> str:
+    lines = []
+    for name, spec in LOSSES.items():
+        source = section(spec.fn, "Source")
+        lines.append(f"* **`{name}`** {section(spec.fn, 'Formula')}")
+        lines[-1] += f" *{source}*" if source else ""
+    return "\n".join(lines)
+
+
+def preset_section() -> str:
+    rows = [
+        (
+            f"[`{name}`](../configs/loss/{name}.yaml)",
+            f"`{preset['loss']}`",
+            words(preset["loss_settings"]),
+            f"`{preset['reduction']}`",
+            words(preset["advantages"] or {}),
+            words(terms_of(preset)),
+        )
+        for name, preset in PRESETS.items()
+    ]
+    head = ("preset", "loss", "settings", "reduction", "advantages", "other terms")
+    note = (
+        "`seq_mean_token_sum_norm` needs `max_seq_len` from you. An `opo` estimator needs the "
+        "sequences' `num_tokens`; `reinforce_plus_plus` ones are whitened over the mini-batch. "
+        "DAPO's dynamic sampling is `ops.advantages.informative_groups`.\n"
+    )
+    return f"## Presets\n\n{note}\n{table(head, rows)}"
+
+
+def advantage_section() -> str:
+    rows = [
+        (
+            f"`{name}`",
+            section(fn, None).removeprefix("Returns "),
+            section(fn, "Formula"),
+            section(fn, "Source"),
+        )
+        for name, fn in ADVANTAGE_ESTIMATORS.items()
+    ]
+    return "## Advantage estimators\n\n" + table(("name", "returns", "formula", "source"), rows)
+
+
+def kl_section() -> str:
+    names = ", ".join(f"`{name}`" for name in KL_ESTIMATORS)
+    return (
+        "## KL to the reference\n\n"
+        f"`kl_estimator`: {names}. With d = log_probs - ref_log_probs: k1 = d, k2 = d^2 / 2, "
+        "k3 = exp(-d) - 1 + d, abs = |d|; `k1+` and `k3+` have k2's gradient, which on-policy is "
+        "that of KL(policy || reference); k3's own is that of the forward KL, and k1's is 0 on "
+        "average. `kl_is_weighted` multiplies k1 or k3 by r with gradient, which is right "
+        "off-policy. To fold the KL into rewards instead: `ops.kl.kl_shaped_rewards`; coefficients "
+        "that follow a target: `ops.coefficients`."
+    )
+
+
+def terms_of(preset: dict[str, Any]) -> dict[str, Any]:
+    return {
+        k: v
+        for k, v in preset.items()
+        if k not in ("loss", "loss_settings", "reduction", "advantages")
+    }
+
+
+def words(settings: dict[str, Any]) -> str:
+    flat = {}
+    for name, value in settings.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return ", ".join(f"`{name}={value}`" for name, value in flat.items())
+
+
+def section(fn: Any, title: str | None) -> str:
+    """Returns a part of the docstring as one line: "Formula", "Source", or None: the first."""
+    doc = inspect.getdoc(fn) or ""
+    if title is None:
+        found = doc.split("\n\n")[0]
+    else:
+        match = re.search(rf"^{title}: (.*?)(?:\n\n|\n[A-Z][A-Za-z, ]*:|\Z)", doc, re.S | re.M)
+        found = match.group(1) if match else ""
+    return " ".join(found.split())
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(
+        "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines
+    )
+
+
+def yaml_text(name: str, preset: dict[str, Any]) -> str:
+    spec = LOSSES[preset["loss"]]
+    settings = {k: v for k, v in spec.settings.items() if v is not inspect.Parameter.empty}
+    loss = {
+        "name": preset["loss"],
+        "settings": settings | preset["loss_settings"],
+        "reduction": preset["reduction"],
+        **terms_of(preset),
+    }
+    advantage = preset["advantages"] or {"estimator": "none"}
+    lines = [f"# {section(spec.fn, None)} Formula and source: docs/losses.md."]
+    lines += yaml_lines("loss", loss, "")
+    lines += yaml_lines("advantage", advantage, "")
+    return "\n".join(lines) + "\n"
+
+
+def yaml_lines(key: str, value: Any, indent: str) -> list[str]:
+    if isinstance(value, dict) and value:
+        inner = [line for k, v in value.items() for line in yaml_lines(k, v, indent + "  ")]
+        return [f"{indent}{key}:", *inner]
+    if isinstance(value, dict):
+        return [f"{indent}{key}: {{}}"]
+    text = {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+    return [f"{indent}{key}: {text}"]
+
+
+if __name__ == "__main__":
+    main()
