@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,8 +83,11 @@ def test_every_rule_joins_its_shards_to_the_same_bits(tp_size):
             assert torch.equal(merged, tensor), name
 
 
-def test_merged_tensors_are_memory_of_their_own():
-    for name, rule in weight_rules(SPEC, padded_vocab_size=10).items():
+@pytest.mark.parametrize("num_query_groups", [1, 4])
+def test_merged_tensors_are_memory_of_their_own(num_query_groups):
+    # with one group, query, key and value are contiguous inside the fused parameter
+    spec = replace(SPEC, num_query_groups=num_query_groups)
+    for name, rule in weight_rules(spec, padded_vocab_size=10).items():
         whole = [torch.randn(shape) for shape in rule.hf_shapes.values()]
         merged = rule.layout.merge([rule.layout.shard(whole, 0, 1)])
         storages = {tensor.untyped_storage().data_ptr() for tensor in [*whole, *merged]}
@@ -94,7 +99,7 @@ def test_rules_name_every_hugging_face_tensor_once_and_ties_the_output_layer():
     untied = weight_rules(SPEC, 10)
     names = [name for rule in untied.values() for name in rule.hf_shapes]
     assert len(names) == len(set(names)) == 3 + 2 * 14
-    tied = weight_rules(ModelSpec(**{**vars(SPEC), "tied_embeddings": True}), 10)
+    tied = weight_rules(replace(SPEC, tied_embeddings=True), 10)
     assert list(tied["output_layer.weight"].hf_shapes) == ["model.embed_tokens.weight"]
     assert list(untied["output_layer.weight"].hf_shapes) == ["lm_head.weight"]
 
