@@ -76,7 +76,7 @@ def sapo(
     check_positive("tau_positive", tau_positive)
     check_positive("tau_negative", tau_negative)
     r = ratio(log_probs, old_log_probs)
-    tau = torch.where(advantages > 0, r.new_tensor(tau_positive), r.new_tensor(tau_negative))
+    tau = torch.full_like(r, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = 4.0 / tau * torch.sigmoid(tau * (r - 1.0))
     return TokenLoss(-gate * advantages, {"ratio_mean": r.detach()})
 

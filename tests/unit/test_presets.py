@@ -29,10 +29,10 @@ def test_every_preset_makes_an_objective(name):
 def test_every_preset_names_an_advantage_estimator(name):
     settings = dict(PRESETS[name]["advantages"])
     if settings["estimator"] == "opo":
-        settings["num_tokens"] = torch.arange(1, 5)
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.5])
-    got = group_advantages(rewards, torch.zeros(4, dtype=torch.long), **settings)
-    assert got.shape == (4,) and got.any()
+        settings["num_tokens"] = torch.arange(1, 9)
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0])
+    got = group_advantages(rewards, torch.zeros(8, dtype=torch.long), **settings)
+    assert got.shape == (8,) and got.any()
 
 
 def test_every_loss_has_a_preset_of_its_own_name():
@@ -92,3 +92,16 @@ def test_config_files_hold_the_preset(name):
         assert config["loss"]["settings"][key] == value
     assert config["loss"].get("off_policy") == want.get("off_policy")
     assert config["advantage"] == (want["advantages"] or {"estimator": "none"})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_objective_waits_for_a_value_of_the_device(name):
+    """A tensor on the meta device has no values: reading one raises."""
+    objective = preset_objective(name, entropy_coef=0.1, entropy_max=2.0)
+    shape = (2, 5)
+    tensors = {need: torch.zeros(shape, device="meta") for need in objective.needs}
+    mask = torch.ones(shape, dtype=torch.bool, device="meta")
+    log_probs, entropy = (torch.zeros(shape, device="meta", requires_grad=True) for _ in range(2))
+    loss, _ = objective(log_probs, entropy, tensors, mask, mask.float())
+    loss.backward()
+    assert log_probs.grad.shape == shape
