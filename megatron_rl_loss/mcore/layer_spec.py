@@ -1,7 +1,8 @@
 """Megatron's layer spec for a `ModelSpec`, with or without Transformer Engine.
 
-The local spec gets an RMSNorm of ours: Megatron's own `WrappedTorchNorm` refuses sequence
-parallelism, because it cannot tag its weight.
+The local spec gets an RMSNorm and a core attention of ours: Megatron's own `WrappedTorchNorm`
+refuses sequence parallelism, because it cannot tag its weight, and its `DotProductAttention`
+refuses context parallelism and packed sequences.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from .cpu_attention import CoreAttention
 
 
 class RMSNorm(torch.nn.Module):
@@ -70,6 +73,7 @@ def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention = layer.submodules.self_attention.submodules
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = CoreAttention
     attention.q_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
     attention.k_layernorm = RMSNorm if config.qk_layernorm else IdentityOp
     return layer

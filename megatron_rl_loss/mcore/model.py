@@ -208,7 +208,7 @@ def build_gpt_model(
 
     Raises:
         LayoutError: Megatron's parallel state or random states are not initialised, or do not fit
-            `config`; or the layers cannot do context parallelism.
+            `config`.
 
     Communicates: with tied embeddings, all-reduces the embedding over the first and last stage.
     """
@@ -216,11 +216,6 @@ def build_gpt_model(
     if transformer_engine is None:
         transformer_engine = compat.has_transformer_engine()
     _check_parallel_state(config)
-    if config.context_parallel_size > 1 and not transformer_engine:
-        raise LayoutError(
-            f"context_parallel_size {config.context_parallel_size} needs Transformer Engine's "
-            "attention; install transformer-engine, or set context_parallel_size to 1."
-        )
     vp_size = config.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))
     return [_build_chunk(spec, config, vocab_size, stage, transformer_engine) for stage in stages]

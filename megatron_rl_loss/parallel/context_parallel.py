@@ -131,10 +131,10 @@ def gather_sequence(
         [rows, S, ...].
 
     Communicates: one all-gather in forward, nothing in backward.
-    Gradient: this rank's slice of the incoming gradient, not summed over the ranks. Every rank
-        makes the same loss from the whole rows, so each already has the full gradient of its
-        slice; a sum would make it C times too large. Multiply nothing by C afterwards, and let
-        only one rank count, or each its own tokens, where losses are added up.
+    Gradient: this rank's slice of the incoming gradient, not summed over the ranks. Right where
+        every rank makes the same loss from the whole rows, whose gradients the ranks' parameters
+        get each through its own slice; a sum would make them C times too large. Where a rank's
+        loss is that of its own tokens only, take `gather_sequence_summing`.
     """
     return _gather(x, cp_group, dim, cu_seqlens, False)
 
@@ -146,7 +146,9 @@ def gather_sequence_summing(
     dim: int = 1,
     cu_seqlens: Sequence[int] | None = None,
 ) -> Tensor:
-    """As `gather_sequence`, for keys and values: each rank's loss uses them for its own queries.
+    """As `gather_sequence`, where each rank's loss is that of its own tokens only.
+
+    So it is for keys and values, which each rank uses for its own queries.
 
     Communicates: one all-gather in forward, one SUM all-reduce in backward (fp32 at least).
     Gradient: this rank's slice of the incoming gradients, summed over the ranks.
