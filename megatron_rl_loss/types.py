@@ -6,7 +6,8 @@ prediction of `labels[t] == tokens[t + 1]` (shifted once, by nobody again).
 
 from __future__ import annotations
 
-from typing import Any, Mapping, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,7 +27,10 @@ PER_TOKEN_FLOAT_FIELDS = (
 )
 MASK_FIELDS = ("loss_mask", "attention_mask")
 ROW_FIELDS = ("group_ids",)
-MICRO_BATCH_FIELDS = TOKEN_FIELDS + MASK_FIELDS + PER_TOKEN_FLOAT_FIELDS + ROW_FIELDS
+PACKING_FIELDS = ("cu_seqlens", "cu_seqlens_padded")
+MICRO_BATCH_FIELDS = (
+    TOKEN_FIELDS + MASK_FIELDS + PER_TOKEN_FLOAT_FIELDS + ROW_FIELDS + PACKING_FIELDS
+)
 
 # Foreign spelling -> glossary name. The only place where other projects' names may appear.
 ALIASES: Mapping[str, str] = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,7 @@ from ..errors import ConfigError, InputError
 from ..logprobs.vocab_parallel import vocab_parallel_log_probs
 from ..losses.objective import Objective
 from ..types import TokenLoss
-from . import compat
-from .batch import TokenBatch, make_token_batch
+from .batch import TokenBatch, make_rank_batch, make_token_batch
 from .groups import ParallelGroups, parallel_groups
 from .guard import check_contract, check_flag, model_config
 from .micro_batches import resolve_num_microbatches
@@ -131,8 +131,7 @@ class ForwardStep:
             resolve_num_microbatches(self.num_microbatches, data_iterator), groups.dp.size()
         )
         batch = self._next_batch(data_iterator, model, groups)
-        output = compat.call_model(model, batch.tokens, batch.position_ids, batch.attention_mask)
-        return output, partial(self._loss, batch, factor, groups)
+        return batch.run(model), partial(self._loss, batch, factor, groups)
 
     def check(self, micro_batches: Iterable[Mapping[str, Any]]) -> None:
         """Raises `InputError` if a micro-batch is wrong, naming its number; runs nothing."""
@@ -165,12 +164,7 @@ class ForwardStep:
                 "the data iterator ran out: the schedule asks for num_microbatches micro-batches "
                 "on every rank."
             ) from None
-        batch = make_token_batch(
-            micro_batch,
-            needs=self.objective.needs,
-            device=next(model.parameters()).device,
-            seq_multiple=groups.tp.size() if model_config(model).sequence_parallel else 1,
-        )
+        batch = make_rank_batch(micro_batch, model, groups, needs=self.objective.needs)
         self.objective.check_weights(batch.weights_given)
         return batch
 

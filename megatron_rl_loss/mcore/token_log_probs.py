@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..logprobs.vocab_parallel import vocab_parallel_log_probs
-from . import compat
-from .batch import TokenBatch, make_token_batch
+from ..parallel.context_parallel import gather_sequence
+from .batch import TokenBatch, make_rank_batch
 from .groups import ParallelGroups, parallel_groups
-from .guard import model_config
 from .train_step import run_forward_backward
 
 
@@ -35,7 +35,8 @@ def token_log_probs(
     Returns:
         Nats; 0 where the loss mask is False.
 
-    Communicates: what the forward pass does; then one broadcast from the last pipeline stage.
+    Communicates: what the forward pass does; an all-gather over context-parallel ranks; then one
+    broadcast from the last pipeline stage.
     """
     groups = parallel_groups()
     step = partial(_forward, groups, temperature, vocab_size)
@@ -54,13 +55,8 @@ def _forward(
     data_iterator: Any,
     model: Any,
 ) -> tuple[Tensor, Any]:
-    batch = make_token_batch(
-        next(data_iterator),
-        device=next(model.parameters()).device,
-        seq_multiple=groups.tp.size() if model_config(model).sequence_parallel else 1,
-    )
-    output = compat.call_model(model, batch.tokens, batch.position_ids, batch.attention_mask)
-    return output, partial(_log_probs, batch, groups, temperature, vocab_size)
+    batch = make_rank_batch(next(data_iterator), model, groups)
+    return batch.run(model), partial(_log_probs, batch, groups, temperature, vocab_size)
 
 
 def _log_probs(
@@ -79,7 +75,8 @@ def _log_probs(
         vocab_size=vocab_size,
         loss_mask=batch.loss_mask,
     )
-    return log_probs
+    offsets = None if batch.packed is None else batch.packed.offsets
+    return gather_sequence(log_probs, groups.cp, cu_seqlens=offsets)
 
 
 def _from_last_stage(

@@ -28,6 +28,7 @@ class Layout:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     vpp: int | None = None
     sequence_parallel: bool = False
     micro_batch_size: int = 2
@@ -43,11 +44,12 @@ class Layout:
     seed: int = 0
     mask_all: bool = False
     pad_to: int = 12
+    packed: bool = False
     layers: int = 2
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
 
 @dataclass
@@ -148,6 +150,7 @@ def build(layout: Layout) -> tuple[list[Any], Any, Any]:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
     )
     start_ranks(**sizes)
     spec = model_spec_from_hf(tiny_llama.hf_config(layers=layout.layers, tied=layout.tied))
@@ -177,6 +180,8 @@ def weighted(layout: Layout, groups: Any) -> list[dict[str, Any]]:
     """Returns this rank's micro-batches, with weights or with pre-normalised advantages."""
     from megatron_rl_loss import with_loss_weights
 
+    if layout.packed:
+        return packed(layout, groups.dp.rank())
     batches = with_loss_weights(
         micro_batches(layout, groups.dp.rank()),
         layout.reduction,
@@ -190,6 +195,30 @@ def weighted(layout: Layout, groups: Any) -> list[dict[str, Any]]:
             batch["loss_mask"], batch["advantages"] * batch.pop("loss_weights"), 0.0
         )
     return batches
+
+
+def packed(layout: Layout, dp_rank: int) -> list[dict[str, Any]]:
+    """Returns this rank's micro-batches with each of them packed into one row."""
+    from megatron_rl_loss.mcore.planning import collate, with_sequence_weights
+    from megatron_rl_loss.parallel.context_parallel import sequence_multiple
+
+    rows = [row | {"group_ids": row["group_id"]} for row in rows_of(layout)]
+    for row in rows:
+        del row["group_id"]
+    plan = [plan_of(layout, len(rows), rank) for rank in range(layout.dp)]
+    where = {i: n for n, micro in enumerate(m for rank in plan for m in rank) for i in micro}
+    weighted_rows = with_sequence_weights(
+        rows,
+        layout.reduction,
+        micro_batch_ids=[where[i] for i in range(len(rows))],
+        max_seq_len=MAX_SEQ_LEN,
+    )
+    multiple = sequence_multiple(layout.tp, layout.cp)
+    width = layout.pad_to * layout.micro_batch_size if layout.pp > 1 else None
+    return [
+        collate(weighted_rows, micro, packed=True, multiple=multiple, width=width)
+        for micro in plan[dp_rank]
+    ]
 
 
 def export(chunks: list[Any], spec: Any) -> dict[str, Tensor]:

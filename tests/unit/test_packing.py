@@ -65,7 +65,7 @@ def test_unpacking_returns_the_sequences():
     "sequences, message",
     [
         ([], "no sequence"),
-        ([FIRST, sequence([1, 2], [1, 1], **{k: SECOND[k] for k in ("old_log_probs", "advantages")})],
+        ([FIRST, FIRST | {"loss_mask": torch.ones(3).bool()}],
          "sequence 1: loss_mask is True at its last token"),
         ([FIRST, {"tokens": [1], "loss_mask": [False]}], "sequence 1 has the fields"),
         ([{"tokens": [1, 2]}], r"missing: \['loss_mask'\]"),
