@@ -94,6 +94,12 @@ class Objective:
         return self.entropy_coef != 0.0 or "entropy" in self.spec.needs
 
     @property
+    def needs_sequences(self) -> bool:
+        """Whether it sums over whole sequences, and so must know them in packed or split rows."""
+        in_correction = self.off_policy is not None and self.off_policy.needs_sequences
+        return in_correction or "sequences" in self.spec.needs
+
+    @property
     def homogeneous(self) -> bool:
         """Whether the advantages alone may carry the token weights."""
         return self.spec.homogeneous and not self.kl_coef and not self.entropy_coef

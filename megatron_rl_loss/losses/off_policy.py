@@ -94,6 +94,14 @@ class OffPolicy:
             names += ["rollout_log_probs", "advantages"]
         return tuple(dict.fromkeys(names))
 
+    @property
+    def needs_sequences(self) -> bool:
+        """Whether it sums over whole sequences."""
+        levels = {self.is_level, self.reject_level}
+        return bool(levels & {"sequence", "geometric", "any_token"}) or (
+            self.negative_max_kl is not None
+        )
+
 
 def correction(
     off_policy: OffPolicy, tensors: dict[str, Tensor], sequences: Sequences

@@ -12,6 +12,9 @@ from torch import Tensor
 from ..errors import ConfigError, InputError
 from ..logprobs.vocab_parallel import vocab_parallel_log_probs
 from ..losses.objective import Objective
+from ..losses.off_policy import OffPolicy
+from ..ops.sequences import Sequences
+from ..parallel.sequence_sums import make_sequences
 from ..types import TokenLoss
 from .batch import TokenBatch, make_rank_batch, make_token_batch
 from .groups import ParallelGroups, parallel_groups
@@ -28,7 +31,10 @@ def make_forward_step(
     num_microbatches: int | Callable[[], int] | None = None,
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
+    kl_is_weighted: bool = False,
     entropy_coef: float = 0.0,
+    entropy_max: float | None = None,
+    off_policy: OffPolicy | Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     on_policy: bool = False,
     vocab_size: int | None = None,
@@ -51,8 +57,9 @@ def make_forward_step(
         loss: a name of `losses.registry.LOSSES`, an import path "my_pkg.my_mod:fn", or a function.
         num_microbatches: of each forward_backward call: a number, or a function asked on every
             call. None: the data iterator's `num_microbatches`, or Megatron's calculator.
-        kl_coef, kl_estimator: KL term to `ref_log_probs`; "k1", "k2" or "k3".
-        entropy_coef: entropy bonus, subtracted with gradient.
+        kl_coef, kl_estimator, kl_is_weighted: KL term to `ref_log_probs`; see `Objective`.
+        entropy_coef, entropy_max: entropy bonus, subtracted with gradient; see `Objective`.
+        off_policy: correction for the rollout policy, an `OffPolicy` or a dict of its settings.
         temperature: logits are divided by it once, here; the one that the rollouts were sampled at.
         on_policy: see `Objective`.
         vocab_size: real vocabulary; logit columns beyond it are padding and take no probability.
@@ -71,7 +78,10 @@ def make_forward_step(
         loss_settings=loss_settings,
         kl_coef=kl_coef,
         kl_estimator=kl_estimator,
+        kl_is_weighted=kl_is_weighted,
         entropy_coef=entropy_coef,
+        entropy_max=entropy_max,
+        off_policy=off_policy,
         on_policy=on_policy,
     )
     return ForwardStep(
@@ -179,10 +189,17 @@ class ForwardStep:
             batch.loss_mask,
             batch.loss_weights,
             share=1.0 / (factor * groups.cp.size()),
+            sequences=self._sequences(batch, groups),
         )
         if self.pairs_only:
             metrics = {name: value for name, value in metrics.items() if value.numel() == 2}
         return loss_sum * factor, metrics
+
+    def _sequences(self, batch: TokenBatch, groups: ParallelGroups) -> Sequences | None:
+        if not self.objective.needs_sequences:
+            return None
+        offsets = None if batch.packed is None else batch.packed.offsets
+        return make_sequences(batch.loss_mask, cu_seqlens=offsets, cp_group=groups.cp)
 
     def log_probs(
         self, batch: TokenBatch, logits: Tensor, groups: ParallelGroups

@@ -16,19 +16,24 @@ from .context_parallel import zigzag_positions
 def make_sequences(
     loss_mask: Tensor,
     *,
-    segment_ids: Tensor | None = None,
-    num_segments: int = 0,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     cp_group: dist.ProcessGroup | None = None,
 ) -> Sequences:
     """Returns the `Sequences` of a micro-batch, of which this rank may hold a part.
 
     Args:
-        loss_mask, segment_ids, num_segments: this rank's part; see `Sequences`.
+        loss_mask: [rows, S] bool, this rank's part.
+        cu_seqlens: padded offsets of the sequences in the **whole** packed row; None: a row is a
+            sequence.
         cp_group: context-parallel group; None or one rank: sequences are whole.
     """
-    if cp_group is None or cp_group.size() == 1:
-        return Sequences(loss_mask, segment_ids, num_segments)
-    return Sequences(loss_mask, segment_ids, num_segments, partial(all_reduce_sum, cp_group))
+    cp_rank, cp_size = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
+    all_reduce = partial(all_reduce_sum, cp_group) if cp_size > 1 else None
+    if cu_seqlens is None:
+        return Sequences(loss_mask, all_reduce=all_reduce)
+    ids = packed_segment_ids(cu_seqlens, cp_rank=cp_rank, cp_size=cp_size)
+    ids = ids.to(loss_mask.device, non_blocking=True)
+    return Sequences(loss_mask, ids, len(cu_seqlens) - 1, all_reduce)
 
 
 def packed_segment_ids(
