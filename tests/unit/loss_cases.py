@@ -76,3 +76,20 @@ def as_sequences(tensors, loss_mask, weights):
         ]
         for i in range(loss_mask.shape[0])
     ]
+
+
+# fields of objectives that sum over whole sequences
+SEQUENCE_LEVEL = {
+    "gspo": {
+        "loss": "gspo",
+        "loss_settings": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
+    },
+    "gspo_token": {
+        "loss": "gspo_token",
+        "loss_settings": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
+    },
+    "gmpo": {"loss": "gmpo"},
+    "topr": {"loss": "topr"},
+    "sequence IS": {"off_policy": {"is_level": "sequence", "reject_level": "geometric"}},
+    "any token": {"off_policy": {"reject_level": "any_token", "negative_max_kl": 0.01}},
+}
