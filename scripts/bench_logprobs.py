@@ -25,10 +25,10 @@ import importlib.util
 import json
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -255,7 +255,8 @@ def cpu_seconds() -> float:
 def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(max(1, args.threads // args.tp))
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=args.tp)
+    store = "file://" + os.environ["BENCH_STORE"]  # a port could be taken by another candidate
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=args.tp)
     if not is_ours(args.worker):
         from megatron.core import parallel_state
 
@@ -358,12 +359,9 @@ class Candidate:
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.name, self.results = name, []
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
+        store = Path(tempfile.mkdtemp(prefix="bench-")) / "store"
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", name]
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env |= {"WORLD_SIZE": str(args.tp)}
+        env = {**os.environ, "BENCH_STORE": str(store), "WORLD_SIZE": str(args.tp)}
         self.processes = [
             subprocess.Popen(
                 command, env={**env, "RANK": str(rank)}, text=True,

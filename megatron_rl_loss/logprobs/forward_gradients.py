@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .head_blocks import add_product, block_buffer, block_logits
+from .head_blocks import block_buffer, block_logits
 from .head_plan import HeadPlan, make_head_plan
 from .inputs import check_label_values
 from .lm_head import gather_sequence, reduce_hidden_gradient
+from .products import add_product
 from .row_function import RowPlan, id_log_probs, reduce_statistics, shard_ids, write_gradients
 from .rows_eager import compute_dtype
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .head_plan import HeadPlan
 from .inputs import VocabShard
+from .products import add_product, product_into
 from .row_function import RowPlan, ShardIds, Softmax, id_log_probs, shard_ids, write_gradients
 from .rows_eager import compute_dtype
 
@@ -20,7 +21,7 @@ def block_buffer(rows: Tensor, plan: HeadPlan) -> Tensor:
 def block_logits(rows: Tensor, weight: Tensor, start: int, end: int, buffer: Tensor) -> Tensor:
     """[N, end - start] logits in `buffer`."""
     out = buffer[: rows.shape[0] * (end - start)].view(rows.shape[0], end - start)
-    return torch.mm(rows, weight[start:end].t(), out=out)
+    return product_into(rows, weight[start:end].t(), out)
 
 
 def block_ids(ids: Tensor, start: int, end: int, plan: HeadPlan) -> ShardIds:
@@ -104,7 +105,7 @@ class WeightGradient:
         if self.plan.accumulate_main_grad:
             add_product(self.target[start:end], grad_logits.t(), rows)
         else:
-            torch.mm(grad_logits.t(), rows, out=self.target[start:end])
+            product_into(grad_logits.t(), rows, self.target[start:end])
 
     def finish(self) -> Tensor | None:
         """What autograd gets: the gradient, or Megatron's dummy for one already accumulated."""
@@ -116,13 +117,3 @@ class WeightGradient:
         # DDP's hook wants a gradient; it adds it only for tied weights, which ask for zeros
         tied = getattr(self.weight, "zero_out_wgrad", False)
         return (torch.zeros_like if tied else torch.empty_like)(self.weight)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total may be fp32 and the factors 16-bit."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda and total.dtype == torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.add_(a @ b)
