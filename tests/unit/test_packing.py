@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_rl_loss.errors import InputError
+from megatron_rl_loss.mcore.batch import make_token_batch
 from megatron_rl_loss.parallel.packing import pack_sequences, pad_sequences, unpack_sequences
 
 
@@ -87,3 +88,45 @@ def test_sequences_that_do_not_fit_are_refused_by_number(collate, sequences, mes
 def test_a_width_that_does_not_hold_the_tokens_or_is_no_multiple_is_refused(collate, width):
     with pytest.raises(InputError, match=f"width {width} must hold .* multiple of 4"):
         collate([FIRST, SECOND], multiple=4, width=width)
+
+
+def packed_batch(**changes) -> dict:
+    batch = pack_sequences([FIRST, SECOND], multiple=4)
+    del batch["labels"], batch["position_ids"]
+    return batch | changes
+
+
+def test_a_micro_batch_derives_labels_and_positions_within_packed_sequences():
+    made = make_token_batch(packed_batch())
+    assert made.labels.tolist() == [[2, 3, 0, 4, 5, 0, 0, 0]]  # padding's label 4 is never trained
+    assert made.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3]]
+    assert made.packed.offsets == (0, 4, 8) and made.packed.lengths == (3, 2)
+
+
+def test_a_context_parallel_rank_takes_its_slice_of_every_tensor_after_labels_are_made():
+    first, second = (make_token_batch(packed_batch(), cp_rank=r, cp_size=2) for r in (0, 1))
+    assert first.tokens.tolist() == [[1, 0, 4, 0]] and second.tokens.tolist() == [[2, 3, 5, 0]]
+    assert first.labels.tolist() == [[2, 4, 5, 0]] and second.labels.tolist() == [[3, 0, 0, 0]]
+    assert second.loss_mask.tolist() == [[True, False, False, False]]
+    assert second.tensors["old_log_probs"].tolist() == [[-2, -3, -5, 0]]
+    assert first.position_ids.tolist() == [[0, 3, 0, 3]]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"cu_seqlens": None}, "no 'cu_seqlens'"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, r"\(2,\) and \(3,\)"),
+        ({"cu_seqlens_padded": torch.tensor([0, 4, 7])}, r"end at 7, but tokens are \(1, 8\)"),
+        ({"cu_seqlens": torch.tensor([0, 5, 6])}, r"lengths \[5, 1\] in \[4, 4\]"),
+        ({"cu_seqlens": torch.tensor([1, 3, 5])}, "start at 0"),
+        (
+            {"loss_mask": torch.tensor([[0, 0, 1, 0, 1, 0, 0, 0]]).bool()},
+            "last position of packed sequence 0",
+        ),
+        ({"attention_mask": torch.ones(1)}, "attention_mask works neither"),
+    ],
+)
+def test_packed_micro_batches_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        make_token_batch(packed_batch(**changes))
