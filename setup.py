@@ -4,7 +4,14 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-DEMO = ["transformers>=4.51", "gguf>=0.10", "accelerate", "reasoning-gym>=0.1.19", "matplotlib", "rich"]
+DEMO = [
+    "transformers>=4.51",
+    "gguf>=0.10",
+    "accelerate",
+    "reasoning-gym>=0.1.19",
+    "matplotlib",
+    "rich",
+]
 LOGGING = ["tensorboard", "wandb"]
 PARQUET = ["pyarrow"]
 TEST = ["pytest", "pytest-timeout", "hypothesis", "ruff"]

@@ -13,7 +13,7 @@ A mean or extreme over no token at all is reported as 0.
 
 from __future__ import annotations
 
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist

@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 from .errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "curves.png"
-TABLE_COLUMNS = ("step", "reward", "loss", "kl", "entropy", "grad_norm", "response_length", "seconds")
+TABLE_COLUMNS = (
+    "step",
+    "reward",
+    "loss",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "response_length",
+    "seconds",
+)
 PLOT_METRICS = ("reward", "loss")
 
 Writer = Callable[[int, Mapping[str, float]], None]

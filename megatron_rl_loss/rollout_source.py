@@ -100,7 +100,9 @@ class SampledRollouts:
         return [rollout for _, rollout in sorted(numbered, key=lambda pair: pair[0])]
 
     def _sample_mine(self, step: int) -> list[tuple[int, Rollout]]:
-        prompts = [p for p in self._prompts.prompts(step, self._prompts_per_step) if self._is_mine(p)]
+        prompts = [
+            p for p in self._prompts.prompts(step, self._prompts_per_step) if self._is_mine(p)
+        ]
         rollouts = self._sampler.generate(prompts, step)
         index = {prompt.group_id: prompt.index for prompt in prompts}
         scored = score_rollouts(rollouts, prompts, self._reward_fn)

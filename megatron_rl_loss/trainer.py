@@ -19,8 +19,8 @@ from .rollouts.rollout import Rollout
 from .rollouts.sequences import group_numbers, rollout_metrics, training_sequence
 from .types import MicroBatch
 
-# (rewards [N], group ids [N]) -> advantages [N]
-AdvantageEstimator = Callable[[Tensor, Tensor], Tensor]
+# (rewards [N], group ids [N], trained tokens [N]) -> advantages [N]
+AdvantageEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 LAST_VALUE = ("learning_rate",)  # of several mini-batches in a step, the last one's
 LARGEST = ("_max",)
@@ -92,6 +92,8 @@ class Trainer:
 
     def _advantages(self, rollouts: Sequence[Rollout], numbers: Sequence[int]) -> Sequence[Any]:
         if self.estimator is None:
+            if "advantages" not in self.forward_step.objective.needs:
+                return [0.0] * len(rollouts)
             missing = sum(rollout.advantage is None for rollout in rollouts)
             if missing:
                 raise ConfigError(
@@ -106,7 +108,8 @@ class Trainer:
                 "estimator reads; set advantage.estimator=none to use their 'advantage'."
             )
         rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
-        return self.estimator(rewards, torch.tensor(numbers)).tolist()
+        num_tokens = torch.tensor([sum(rollout.loss_mask) for rollout in rollouts])
+        return self.estimator(rewards, torch.tensor(numbers), num_tokens).tolist()
 
     def _parts(self, sequences: list[Any]) -> list[list[Any]]:
         num = self.num_mini_batches
@@ -119,7 +122,7 @@ class Trainer:
         return [sequences[i * size : (i + 1) * size] for i in range(num)]
 
     def _add_log_probs(self, micro_batches: list[MicroBatch]) -> None:
-        """Adds `old_log_probs` and `ref_log_probs` where the loss reads them and they are not there."""
+        """Adds the `old_log_probs` and `ref_log_probs` that the loss reads and that are missing."""
         models = {"old_log_probs": self.chunks, "ref_log_probs": self.reference}
         for name, model in models.items():
             if name not in self.forward_step.objective.needs or name in micro_batches[0]:

@@ -16,10 +16,11 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 
 class RankError(AssertionError):
@@ -64,7 +65,9 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, port, theirs, self._stacks(rank)), daemon=True
+                target=_serve,
+                args=(rank, world_size, port, theirs, self._stacks(rank)),
+                daemon=True,
             )
             process.start()
             theirs.close()

@@ -9,7 +9,8 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -94,7 +95,7 @@ def redirect_megatron_rng(
 
 
 def bind_missing_te_gemm() -> None:
-    """0.16.1: `router_gating_linear` names `te_general_gemm`, unbound without Transformer Engine."""
+    """0.16.1: `router_gating_linear` names `te_general_gemm`, unbound where TE is missing."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):

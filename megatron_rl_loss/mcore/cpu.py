@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,9 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.to:
             args = tuple(_as_cpu(arg) for arg in args)
         if "device" in kwargs or "pin_memory" in kwargs:
-            kwargs = {name: _as_cpu(value) for name, value in kwargs.items() if name != "pin_memory"}
+            kwargs = {
+                name: _as_cpu(value) for name, value in kwargs.items() if name != "pin_memory"
+            }
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
@@ -155,7 +158,12 @@ def _redirect_collectives() -> None:
         group: Any = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
         return original(
-            output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), group, async_op
+            output,
+            input,
+            _as_list(output_split_sizes),
+            _as_list(input_split_sizes),
+            group,
+            async_op,
         )
 
     _replace_everywhere(original, all_to_all_single)

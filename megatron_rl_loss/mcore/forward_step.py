@@ -133,7 +133,8 @@ class ForwardStep:
         """
         if return_schedule_plan:
             raise ConfigError(
-                "overlap_moe_expert_parallel_comm (a schedule plan) is not supported; switch it off."
+                "overlap_moe_expert_parallel_comm (a schedule plan) is not supported; switch it "
+                "off."
             )
         groups = parallel_groups(self._pg_collection)
         self._guard(model, groups)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,7 @@ class MicroBatchIterator:
         return next(self._iterator)
 
 
-def resolve_num_microbatches(
-    given: int | Callable[[], int] | None, data_iterator: Any
-) -> int:
+def resolve_num_microbatches(given: int | Callable[[], int] | None, data_iterator: Any) -> int:
     """Returns M of the running call: the argument, else the iterator's, else Megatron's calculator.
 
     Args:

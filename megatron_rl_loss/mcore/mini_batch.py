@@ -53,4 +53,6 @@ def cut_mini_batch(
     if groups.pp.size() > 1:  # pipeline stages exchange tensors of one shape
         one_shape = {"width": max(plan.lengths), "rows": plan.max_rows}
     mine = plan.micro_batches[groups.dp.rank()]
-    return [collate(weighted, indices, multiple=seq_multiple, **one_shape) for indices in mine], plan
+    return [
+        collate(weighted, indices, multiple=seq_multiple, **one_shape) for indices in mine
+    ], plan

@@ -111,7 +111,7 @@ def chat(
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     last = {**given[-1], "content": given[-1]["content"] + suffix}
     has_system = given[0]["role"] == "system" and len(given) > 1
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    system = [{"role": "system", "content": system_prompt}] if system_prompt is not None else []
     return tuple([*([] if has_system else system), *given[:-1], last])
 
 

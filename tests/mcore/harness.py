@@ -120,8 +120,8 @@ def run_layout(layout: Layout) -> Outcome:
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
 
-    from megatron_rl_loss.mcore.train_step import run_forward_backward, share_metrics
     from megatron_rl_loss.mcore.groups import parallel_groups
+    from megatron_rl_loss.mcore.train_step import run_forward_backward, share_metrics
 
     chunks, optimizer, spec = build(layout)
     try:
@@ -232,7 +232,9 @@ def export_gradients(chunks: list[Any], spec: Any) -> dict[str, Tensor]:
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     kept = [p.data for p in parameters]
     for p in parameters:
-        p.data = p.main_grad.clone().to(p.dtype) if p.dtype == torch.float32 else p.main_grad.clone()
+        p.data = (
+            p.main_grad.clone().to(p.dtype) if p.dtype == torch.float32 else p.main_grad.clone()
+        )
     try:
         return export(chunks, spec)
     finally:

@@ -1,4 +1,4 @@
-"""The gradient of a mini-batch, on the real schedule, DDP and optimizer, for every way to cut it."""
+"""The gradient of a mini-batch, on the real schedule, DDP and optimizer, for every cut."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_parameters_after_one_step_are_the_same_for_any_cut(cut):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("cut", ["micro-batches of 1", "micro-batches of 4", "DP 2", "TP 2", "PP 2"])
+@pytest.mark.parametrize(
+    "cut", ["micro-batches of 1", "micro-batches of 4", "DP 2", "TP 2", "PP 2"]
+)
 def test_every_reduction_equals_the_reference(reduction, cut):
     layout = replace(CUTS[cut], reduction=reduction)
     check_against_reference(layout, train_once(layout))

@@ -42,7 +42,9 @@ def make_rows(seed: int = 0, lengths: tuple[int, ...] = (5, 9, 12, 7, 12, 4, 10,
     return rows
 
 
-def weights(rows: list[Row], reduction: str, plan: list[list[int]], max_seq_len: int) -> list[Tensor]:
+def weights(
+    rows: list[Row], reduction: str, plan: list[list[int]], max_seq_len: int
+) -> list[Tensor]:
     """Returns w for each row as the contract's table says, in plain Python."""
     lengths = [int(row["loss_mask"].sum()) for row in rows]
     groups: dict[int, int] = {}

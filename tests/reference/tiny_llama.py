@@ -32,7 +32,9 @@ def hf_config(*, layers: int = SIZES["layers"], tied: bool = False) -> dict:
     return HF_CONFIG | {"num_hidden_layers": layers, "tie_word_embeddings": tied}
 
 
-def random_weights(seed: int = 0, *, layers: int = SIZES["layers"], tied: bool = False) -> dict[str, Tensor]:
+def random_weights(
+    seed: int = 0, *, layers: int = SIZES["layers"], tied: bool = False
+) -> dict[str, Tensor]:
     """Returns fp32 weights; norms are away from 1 so that nothing cancels."""
     generator = torch.Generator().manual_seed(seed)
     s = SIZES

@@ -36,7 +36,9 @@ def test_non_finite_values_at_masked_positions_are_accepted():  # C18
     make_token_batch(batch(old_log_probs=old))
 
 
-@pytest.mark.parametrize("name", ["advantages", "old_log_probs", "rollout_log_probs", "loss_weights"])
+@pytest.mark.parametrize(
+    "name", ["advantages", "old_log_probs", "rollout_log_probs", "loss_weights"]
+)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_values_at_trained_positions_are_named(name, value):  # C18
     bad = torch.zeros(2, 5)

@@ -24,7 +24,8 @@ def test_a_mean_is_over_tokens_not_over_micro_batches():  # C27
 def test_a_maximum_is_over_everything():
     mask = torch.tensor([True, False])
     parts = [
-        micro(0.0, 0.5, ratio_max=masked_max(torch.tensor([value, 9.0]), mask)) for value in (1.5, 1.2)
+        micro(0.0, 0.5, ratio_max=masked_max(torch.tensor([value, 9.0]), mask))
+        for value in (1.5, 1.2)
     ]
     assert reduce_metrics(parts)["ratio_max"] == 1.5
 

@@ -33,7 +33,9 @@ def test_worked_example_with_raw_advantages_and_weights(reduction):
     want_loss, want_rows = WORKED[reduction]
     assert loss == pytest.approx(want_loss, abs=1e-6)
     for row, want in enumerate(want_rows):
-        assert gradient[row, : LENGTHS[row]].tolist() == pytest.approx([want] * LENGTHS[row], abs=1e-6)
+        assert gradient[row, : LENGTHS[row]].tolist() == pytest.approx(
+            [want] * LENGTHS[row], abs=1e-6
+        )
         assert gradient[row, LENGTHS[row] :].abs().sum() == 0
 
 
@@ -94,7 +96,9 @@ def test_a_mini_batch_without_trained_tokens_has_zero_weights(reduction):  # C09
 
 
 def test_masked_sum_keeps_soft_and_negative_weights():  # C11
-    assert masked_sum(torch.tensor([0.148721]), torch.tensor([0.5])).item() == pytest.approx(0.074361, abs=1e-6)
+    assert masked_sum(torch.tensor([0.148721]), torch.tensor([0.5])).item() == pytest.approx(
+        0.074361, abs=1e-6
+    )
     assert masked_sum(torch.tensor([2.0]), torch.tensor([-0.5])).item() == -1.0
 
 
@@ -118,7 +122,11 @@ def test_normalize_advantages_ignores_anything_at_masked_positions():  # C10
         (lambda: token_weights(MASK, "seq_mean_token_sum_norm"), ConfigError, "max_seq_len"),
         (lambda: token_weights(MASK, "prompt_mean"), InputError, "group_ids"),
         (lambda: token_weights(MASK, "token_mean_legacy"), InputError, "micro_batch_ids"),
-        (lambda: token_weights(MASK, "prompt_mean", group_ids=torch.zeros(2)), InputError, r"\(2,\)"),
+        (
+            lambda: token_weights(MASK, "prompt_mean", group_ids=torch.zeros(2)),
+            InputError,
+            r"\(2,\)",
+        ),
         (lambda: token_weights(MASK.float(), "sum"), InputError, "bool"),
         (lambda: token_weights(MASK[0], "sum"), InputError, r"\[rows, S\]"),
         (lambda: normalize_advantages(torch.ones(2), MASK, "sum"), InputError, r"\(2,\).*\(3, 5\)"),

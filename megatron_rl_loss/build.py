@@ -1,0 +1,246 @@
+"""From a config to objects: the only place below the main job that reads the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config.schema import Config
+from .config.validate import rollouts_per_step
+from .mcore.forward_step import ForwardStep, make_forward_step
+from .mcore.groups import parallel_groups
+from .mcore.model import build_gpt_model, padded_vocab_size, transformer_config
+from .mcore.model_spec import ModelSpec, model_spec_from_hf
+from .mcore.optimizer import build_optimizer, build_scheduler, wrap_with_ddp
+from .mcore.ranks import start_ranks
+from .mcore.weights import export_hf_weights, load_hf_weights
+from .ops.advantages import group_advantages
+from .parallel.whitening import whiten
+from .rollout_source import FileRollouts, RolloutSource, SampledRollouts
+from .rollouts.files import RolloutFiles
+from .rollouts.hf_model import load_hf_model
+from .rollouts.prompts import PromptFile, PromptSource
+from .rollouts.rewards import ReasoningGymTask, RewardFn, load_reward_fn
+from .rollouts.sampler import Sampler
+from .trainer import AdvantageEstimator, Trainer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything the main loop needs."""
+
+    trainer: Trainer
+    source: RolloutSource
+    spec: ModelSpec
+    hf_config: Any
+
+
+def build_job(config: Config) -> Job:
+    """Starts this rank, loads the model, and builds optimizer, forward step and rollout source.
+
+    Communicates: every rank must call it with the same config.
+    """
+    start_ranks(**_parallel_sizes(config), seed=config.run.seed)
+    hf_model, tokenizer = load_hf_model(config.model.path)
+    spec = model_spec_from_hf(hf_model.config)
+    weights = hf_model.state_dict()
+    trainer = build_trainer(config, spec, weights)
+    source = build_source(config, spec, trainer, hf_model, tokenizer)
+    return Job(trainer, source, spec, hf_model.config)
+
+
+def build_trainer(config: Config, spec: ModelSpec, weights: Any) -> Trainer:
+    chunks = wrap_with_ddp(
+        _model_chunks(config, spec, weights),
+        use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
+    )
+    optimizer = build_optimizer(
+        chunks,
+        lr=config.optimizer.lr,
+        betas=(config.optimizer.betas[0], config.optimizer.betas[1]),
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+        clip_grad=config.optimizer.clip_grad,
+    )
+    forward_step = build_forward_step(config, spec)
+    needs_reference = "ref_log_probs" in forward_step.objective.needs
+    return Trainer(
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=build_scheduler(
+            optimizer,
+            lr=config.optimizer.lr,
+            warmup_steps=config.optimizer.warmup_steps,
+            total_steps=config.run.steps * updates_per_step(config),
+        ),
+        forward_step=forward_step,
+        groups=parallel_groups(),
+        estimator=build_estimator(config),
+        cutting=_cutting(config),
+        num_mini_batches=config.batch.mini_batches_per_step,
+        num_epochs=config.batch.epochs,
+        reference=_reference(config, spec, weights) if needs_reference else None,
+    )
+
+
+def build_forward_step(config: Config, spec: ModelSpec) -> ForwardStep:
+    loss = config.loss
+    return make_forward_step(
+        loss.name,
+        kl_coef=loss.kl_coef,
+        kl_estimator=loss.kl_estimator,
+        kl_is_weighted=loss.kl_is_weighted,
+        entropy_coef=loss.entropy_coef,
+        entropy_max=loss.entropy_max,
+        off_policy=loss.off_policy or None,
+        temperature=config.sampler.temperature,
+        on_policy=updates_per_step(config) == 1 and not loss.off_policy,
+        vocab_size=spec.vocab_size,
+        **loss.settings,
+    )
+
+
+def updates_per_step(config: Config) -> int:
+    return config.batch.mini_batches_per_step * config.batch.epochs
+
+
+def build_estimator(config: Config) -> AdvantageEstimator | None:
+    """Returns (rewards [N], group ids [N], trained tokens [N]) -> advantages [N], or None."""
+    advantage = config.advantage
+    if advantage.estimator == "none":
+        return None
+    settings: dict[str, Any] = {"estimator": advantage.estimator}
+    if advantage.estimator == "grpo":
+        settings["normalize_by_std"] = advantage.normalize_by_std
+    if advantage.k is not None:
+        settings["k"] = advantage.k
+
+    def estimate(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
+        if advantage.estimator == "opo":
+            settings["num_tokens"] = num_tokens
+        advantages = group_advantages(rewards, group_ids, **settings)
+        if not advantage.estimator.startswith("reinforce_plus_plus"):
+            return advantages
+        mask = torch.arange(int(num_tokens.max())) < num_tokens.unsqueeze(1)
+        return whiten(advantages.unsqueeze(1).expand(mask.shape), mask)[:, 0]
+
+    return estimate
+
+
+def build_source(
+    config: Config, spec: ModelSpec, trainer: Trainer, hf_model: Any, tokenizer: Any
+) -> RolloutSource:
+    if config.rollouts.source == "files":
+        return build_file_source(config, spec)
+    sampler_model = hf_model.to(DTYPES[config.sampler.dtype])
+    prompts, reward_fn = build_task(config)
+    sampler = Sampler(
+        sampler_model,
+        tokenizer,
+        max_new_tokens=config.sampler.max_new_tokens,
+        temperature=config.sampler.temperature,
+        samples_per_prompt=config.sampler.samples_per_prompt,
+        seed=config.run.seed,
+        prompts_per_batch=config.sampler.prompts_per_batch,
+    )
+    return SampledRollouts(
+        sampler,
+        prompts,
+        reward_fn,
+        prompts_per_step=config.sampler.prompts_per_step,
+        prompts_per_batch=config.sampler.prompts_per_batch,
+        export_weights=partial(export_hf_weights, trainer.chunks, spec),
+    )
+
+
+def build_file_source(config: Config, spec: ModelSpec) -> FileRollouts:
+    files = RolloutFiles(
+        config.rollouts.path,
+        vocab_size=spec.vocab_size,
+        drop_non_finite=config.rollouts.drop_non_finite,
+    )
+    return FileRollouts(
+        files,
+        per_step=rollouts_per_step(config),
+        shuffle_seed=config.run.seed if config.rollouts.shuffle else None,
+        whole_groups=config.advantage.estimator != "none",
+    )
+
+
+def build_task(config: Config) -> tuple[PromptSource, RewardFn]:
+    """Returns where the prompts come from and what rewards a response."""
+    task, reward = config.task, config.reward
+    reward_fn = load_reward_fn(reward.fn) if reward.fn else None
+    wording = {"system_prompt": task.system_prompt, "suffix": task.suffix}
+    if task.path is not None:
+        assert reward_fn is not None, "check_config asks for reward.fn with task.path"
+        return PromptFile(task.path, seed=config.run.seed, **wording), reward_fn
+    gym = ReasoningGymTask(
+        task.name,
+        seed=config.run.seed,
+        size=task.size,
+        params=task.params,
+        correct_score=reward.correct_score,
+        format_pattern=reward.format_pattern,
+        format_reward=reward.format_reward,
+        **wording,
+    )
+    return gym, reward_fn or gym.reward
+
+
+def _model_chunks(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any]:
+    megatron_config = transformer_config(
+        spec,
+        bf16=config.model.dtype == "bf16",
+        sequence_parallel=config.parallel.sequence_parallel,
+        **_dense_sizes(config),
+    )
+    rows = padded_vocab_size(spec.vocab_size, config.parallel.tensor_model_parallel_size)
+    chunks = build_gpt_model(spec, megatron_config, padded_vocab_size=rows)
+    load_hf_weights(chunks, weights, spec)
+    return chunks
+
+
+def _reference(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any]:
+    """Returns a second copy of the initial model, frozen."""
+    chunks = _model_chunks(config, spec, weights)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    return chunks
+
+
+def _dense_sizes(config: Config) -> dict[str, Any]:
+    names = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+    )
+    return {name: getattr(config.parallel, name) for name in names}
+
+
+def _parallel_sizes(config: Config) -> dict[str, Any]:
+    return _dense_sizes(config) | {
+        "expert_model_parallel_size": config.parallel.expert_model_parallel_size
+    }
+
+
+def _cutting(config: Config) -> dict[str, Any]:
+    return {
+        "reduction": config.loss.reduction,
+        "max_seq_len": config.loss.max_seq_len,
+        "count_empty_sequences": config.loss.count_empty_sequences,
+        "micro_batch_size": config.batch.micro_batch_size,
+        "max_tokens_per_microbatch": config.batch.max_tokens_per_microbatch,
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "virtual_pipeline_model_parallel_size": (
+            config.parallel.virtual_pipeline_model_parallel_size
+        ),
+    }

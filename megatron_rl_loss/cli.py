@@ -1,0 +1,20 @@
+"""The console command `megatron-rl-loss`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+COMMANDS = ("train",)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `megatron-rl-loss COMMAND ...` and returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = words[0] if words else ""
+    if command == "train":
+        from .train import main as train
+
+        return train(words[1:])
+    print(f"usage: megatron-rl-loss {{{','.join(COMMANDS)}}} ...", file=sys.stderr)
+    return 0 if command in ("-h", "--help") else 2
