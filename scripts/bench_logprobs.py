@@ -4,7 +4,9 @@
 Every candidate runs in its own process (one per tensor-parallel rank); one run at a time, the
 candidates taking turns, the order reversed every other round. Inputs are made anew, untimed,
 before each run. Peak memory is the kernel's high-water mark (VmHWM) during the run minus the
-resident size just before it: what the operation needs beyond its inputs.
+resident size just before it: what the operation needs beyond its inputs. CPU time says more than
+the clock where other programs share the machine; then also pass --threads 1, for waiting threads
+spin.
 
     python scripts/bench_logprobs.py logits -n 2048 -v 151936 --entropy
     python scripts/bench_logprobs.py logits -n 512 -v 151936 --entropy --tp 2
@@ -423,19 +425,20 @@ def print_table(candidates: list[Candidate], args: argparse.Namespace) -> None:
         f"{args.reps} interleaved runs, {args.threads} threads in all"
     )
     print(
-        "| candidate | forward ms | backward ms | total ms | min..max | CPU ms | x first | "
+        "| candidate | forward ms | backward ms | total ms | min..max | CPU ms | x first | x CPU | "
         "extra MB | extra B per logit | collectives | grad | error log-prob | error entropy |"
     )
-    print("|" + "---|" * 13)
+    print("|" + "---|" * 14)
     log_p, h = reference(args)
-    first = candidates[0].median("total")
+    first, first_cpu = candidates[0].median("total"), candidates[0].median("cpu")
     for c in sorted(candidates, key=lambda c: c.median("total")):
         totals = [r["total"] * 1e3 for r in c.results]
         peak, last = c.median("peak"), c.results[-1]
         print(
             f"| {c.name} | {c.median('forward') * 1e3:.0f} | {c.median('backward') * 1e3:.0f} | "
             f"{c.median('total') * 1e3:.0f} | {min(totals):.0f}..{max(totals):.0f} | "
-            f"{c.median('cpu') * 1e3:.0f} | {c.median('total') / first:.2f} | {peak / 1e6:.0f} | "
+            f"{c.median('cpu') * 1e3:.0f} | {c.median('total') / first:.2f} | "
+            f"{c.median('cpu') / first_cpu:.2f} | {peak / 1e6:.0f} | "
             f"{peak / (args.n * args.v / args.tp):.2f} | {last['collectives']} | "
             f"{last['grad_dtype']} | {error(last['log_probs'], log_p, c.name)} | "
             f"{error(last['entropy'], h, c.name)} |"

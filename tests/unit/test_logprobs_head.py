@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_loss.errors import InputError
-from megatron_rl_loss.logprobs import head_plan
+from megatron_rl_loss.logprobs import head_plan, products
 from megatron_rl_loss.logprobs.forward_gradients import linear_loss_sum
 from megatron_rl_loss.logprobs.lm_head import linear_log_probs
 from megatron_rl_loss.logprobs.vocab_parallel import vocab_parallel_log_probs
@@ -200,3 +200,20 @@ def test_bad_input_is_refused(change, message):
     mask = torch.ones(arguments["labels"].shape, dtype=torch.bool)
     with pytest.raises(InputError, match=message):
         run_head(**arguments, loss_mask=mask)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16])
+def test_16_bit_products_are_right_with_and_without_16_bit_instructions(
+    monkeypatch, slow, total_dtype
+):
+    monkeypatch.setattr(products, "_slow_16_bit", lambda *_: slow)
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(5, 7, generator=generator).bfloat16()
+    b = torch.randn(7, 3, generator=generator).bfloat16()
+    want = a.double() @ b.double()
+    out = products.product_into(a, b, torch.empty(5, 3, dtype=torch.bfloat16))
+    total = torch.ones(5, 3, dtype=total_dtype)
+    products.add_product(total, a, b)
+    for got, ref in ((out, want), (total, want + 1)):
+        torch.testing.assert_close(got.double(), ref, rtol=2e-2, atol=2e-2)
