@@ -1,0 +1,254 @@
+"""The settings of a run, section by section. Values here are the defaults.
+
+Settings are checked by `validate.check_config`; choices are listed there. Only `build.py` reads
+these objects: everything below it takes keyword arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunConfig:
+    """The run.
+
+    Attributes:
+        dir: folder for logs, plot and the config that was used.
+        seed: of prompts, sampling, shuffling and the model's random state.
+        steps: sample (or read), then train, so many times.
+        log_interval: steps between two log entries.
+    """
+
+    dir: str = "runs/latest"
+    seed: int = 1234
+    steps: int = 10
+    log_interval: int = 1
+
+
+@dataclass
+class ModelConfig:
+    """The model.
+
+    Attributes:
+        path: folder of a Hugging Face checkpoint, or "smollm2-demo".
+        dtype: of the forward and backward pass, "fp32" or "bf16" (with fp32 master weights).
+    """
+
+    path: str = "smollm2-demo"
+    dtype: str = "fp32"
+
+
+@dataclass
+class ParallelConfig:
+    """Megatron's parallel sizes, by Megatron's names; the rest of the ranks is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass
+class RolloutsConfig:
+    """Where rollouts come from.
+
+    Attributes:
+        source: "sampler" (from the live model) or "files".
+        path: for files: a file or folder.
+        per_step: for files: rollouts in a step, over all ranks.
+        shuffle: for files: a new order in every pass, by run.seed; groups stay together.
+        drop_non_finite: for files: do not train tokens whose log-probs are not finite, instead of
+            stopping.
+    """
+
+    source: str = "sampler"
+    path: str | None = None
+    per_step: int | None = None
+    shuffle: bool = True
+    drop_non_finite: bool = False
+
+
+@dataclass
+class SamplerConfig:
+    """The embedded sampler.
+
+    Attributes:
+        prompts_per_step: over all ranks.
+        samples_per_prompt: responses to each.
+        max_new_tokens: longest response.
+        temperature: of sampling and, from the sampler or from files, of the trainer's log-probs.
+        prompts_per_batch: prompts that are run together; ranks get whole batches.
+        dtype: of the sampler's copy of the model, "fp32" or "bf16".
+    """
+
+    prompts_per_step: int = 8
+    samples_per_prompt: int = 8
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    prompts_per_batch: int = 4
+    dtype: str = "fp32"
+
+
+@dataclass
+class TaskConfig:
+    """The prompts to sample from; give `name` or `path`.
+
+    Attributes:
+        name: of a `reasoning-gym` task.
+        params: its parameters.
+        size: of its data set; then the same prompts come again.
+        path: JSON lines with `prompt` or `messages`.
+        system_prompt: put before each prompt.
+        suffix: put after each prompt.
+    """
+
+    name: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    size: int = 1000
+    path: str | None = None
+    system_prompt: str | None = None
+    suffix: str = ""
+
+
+@dataclass
+class RewardConfig:
+    """The reward of a response.
+
+    Attributes:
+        fn: "my_pkg.my_mod:reward_fn", a function of (prompt text, response text, example);
+            null: the task's own reward, which the other settings are for.
+        correct_score: a response that the task scores above it earns 1, others 0; null: it earns
+            its score.
+        format_pattern: regular expression; a response that matches it as a whole earns
+            `format_reward` on top.
+        format_reward: see there.
+    """
+
+    fn: str | None = None
+    correct_score: float | None = 0.9
+    format_pattern: str | None = None
+    format_reward: float = 0.2
+
+
+@dataclass
+class AdvantageConfig:
+    """Advantages from rewards.
+
+    Attributes:
+        estimator: a name in `ops.advantages.ADVANTAGE_ESTIMATORS`, or "none": rollout files carry
+            advantages, or the loss reads none.
+        normalize_by_std: for "grpo".
+        k: for "pass_at_k".
+    """
+
+    estimator: str = "grpo"
+    normalize_by_std: bool = True
+    k: int | None = None
+
+
+@dataclass
+class LossConfig:
+    """The loss; see `losses.objective.Objective`.
+
+    Attributes:
+        name: a name in `losses.registry.LOSSES`, or "my_pkg.my_mod:fn".
+        settings: keyword arguments of that function. A config that sets `name` starts without
+            the settings of the configs before it.
+        reduction, max_seq_len, count_empty_sequences: token weights, see `ops.reduction`.
+        kl_coef, kl_estimator, kl_is_weighted: KL to the reference.
+        entropy_coef, entropy_max: entropy bonus.
+        off_policy: settings of `losses.off_policy.OffPolicy`; empty: no correction.
+    """
+
+    name: str = "ppo_clip"
+    settings: dict[str, Any] = field(default_factory=dict)
+    reduction: str = "token_mean"
+    max_seq_len: int | None = None
+    count_empty_sequences: bool = True
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    kl_is_weighted: bool = False
+    entropy_coef: float = 0.0
+    entropy_max: float | None = None
+    off_policy: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class BatchConfig:
+    """How a step's rollouts are trained on.
+
+    Attributes:
+        micro_batch_size: most sequences in a micro-batch; null with the next.
+        max_tokens_per_microbatch: most tokens in a micro-batch, padding included.
+        mini_batches_per_step: optimizer steps per pass over a step's rollouts.
+        epochs: passes over a step's rollouts.
+    """
+
+    micro_batch_size: int | None = 8
+    max_tokens_per_microbatch: int | None = None
+    mini_batches_per_step: int = 1
+    epochs: int = 1
+
+
+@dataclass
+class OptimizerConfig:
+    """Megatron's Adam.
+
+    Attributes:
+        lr: learning rate after the warm-up.
+        betas, eps, weight_decay: as usual.
+        clip_grad: largest global gradient norm; 0: no clipping.
+        use_distributed_optimizer: shard its state over data-parallel ranks.
+        warmup_steps: optimizer steps in which the learning rate rises to `lr`.
+    """
+
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    use_distributed_optimizer: bool = False
+    warmup_steps: int = 0
+
+
+@dataclass
+class LoggingConfig:
+    """What global rank 0 writes.
+
+    Attributes:
+        jsonl: metrics.jsonl in run.dir.
+        tensorboard: event files in run.dir.
+        wandb, wandb_project, wandb_mode: Weights & Biases; mode "offline" needs no network.
+        progress: a bar, or in log files a line per step.
+        plot: a PNG of the curves at the end.
+    """
+
+    jsonl: bool = True
+    tensorboard: bool = False
+    wandb: bool = False
+    wandb_project: str = "megatron-rl-loss"
+    wandb_mode: str = "offline"
+    progress: bool = True
+    plot: bool = True
+
+
+@dataclass
+class Config:
+    """All sections."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    rollouts: RolloutsConfig = field(default_factory=RolloutsConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
