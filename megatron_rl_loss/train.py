@@ -27,7 +27,7 @@ CONFIG_FILE = "config.yaml"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status: 2 for an error of the user's."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.settings)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
