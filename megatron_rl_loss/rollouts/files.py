@@ -5,7 +5,7 @@
 | `prompt_ids` | list of int | required; at least one token id |
 | `response_ids` | list of int | required; at least one token id; the end-of-sequence token counts |
 | `loss_mask` | list of bool (or 0 / 1) | one per response token; default: all trained |
-| `reward` | number | of the response; this or `advantage` is required |
+| `reward` | number | of the response; this or `advantage` is required (not for `cross_entropy`) |
 | `advantage` | number, or list of numbers | of the response, or one per response token |
 | `rollout_log_probs` | list of numbers | one per response token, nats, as sampled |
 | `ref_log_probs` | list of numbers | one per response token, nats, of the frozen reference |
@@ -67,6 +67,7 @@ class RolloutFiles(Sequence[Rollout]):
         vocab_size: token ids must be below it.
         drop_non_finite: take tokens with non-finite log-probs out of the loss mask, instead of
             raising.
+        need_reward: `reward` or `advantage` must be given; supervised losses read neither.
         check_all: check every rollout now; None: if the files have at most `CHECK_ALL_BYTES`.
             Otherwise each mini-batch is checked when it is read, before any of it is returned.
 
@@ -80,11 +81,14 @@ class RolloutFiles(Sequence[Rollout]):
         *,
         vocab_size: int | None = None,
         drop_non_finite: bool = False,
+        need_reward: bool = True,
         check_all: bool | None = None,
     ) -> None:
         self._path = Path(path)
         self._sources = find_sources(path)
-        self._parse = _Parser(vocab_size, drop_non_finite)
+        self._parse = _Parser(
+            vocab_size=vocab_size, drop_non_finite=drop_non_finite, need_reward=need_reward
+        )
         if check_all is None:
             size = sum(source.path.stat().st_size for source in self._sources)
             check_all = size <= CHECK_ALL_BYTES
@@ -193,35 +197,39 @@ def read_rollouts(
     *,
     shuffle_seed: int | None = None,
     epoch: int = 0,
-    vocab_size: int | None = None,
-    drop_non_finite: bool = False,
+    **checks: Any,
 ) -> Iterator[Rollout]:
     """Yields the rollouts of a file or folder, each checked when its turn comes.
 
     In order, nothing is kept in memory; shuffled by (seed, epoch), an index is.
 
+    Args:
+        shuffle_seed, epoch: as in `RolloutFiles.order`.
+        **checks: `vocab_size`, `drop_non_finite`, `need_reward` of `RolloutFiles`.
+
     Raises:
         RolloutError: names file, line and field.
     """
     if shuffle_seed is None:
-        parse = _Parser(vocab_size, drop_non_finite)
+        parse = _Parser(**checks)
         for _, source, row in _rows(find_sources(path)):
             yield parse(row.record, source, row.number)
         return
-    files = RolloutFiles(path, vocab_size=vocab_size, drop_non_finite=drop_non_finite)
+    files = RolloutFiles(path, **checks)
     for i in files.order(shuffle_seed=shuffle_seed, epoch=epoch):
         yield files[int(i)]
 
 
-def validate_rollouts(
-    path: str | Path, *, vocab_size: int | None = None, drop_non_finite: bool = False
-) -> RolloutSummary:
+def validate_rollouts(path: str | Path, **checks: Any) -> RolloutSummary:
     """Reads everything and says what is there.
+
+    Args:
+        **checks: `vocab_size`, `drop_non_finite`, `need_reward` of `RolloutFiles`.
 
     Raises:
         RolloutError: lists (up to ten of) the bad rollouts with file, line and field.
     """
-    parse, problems = _Parser(vocab_size, drop_non_finite), _Problems()
+    parse, problems = _Parser(**checks), _Problems()
     num_rollouts, prompt, response = 0, 0, 0
     groups: set[int | str | None] = set()
     for _, source, row in _rows(find_sources(path)):
@@ -258,8 +266,8 @@ def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
 class _Parser:
     """Makes rollouts of records, all of one kind, and says where a bad one is."""
 
-    def __init__(self, vocab_size: int | None, drop_non_finite: bool) -> None:
-        self._settings = {"vocab_size": vocab_size, "drop_non_finite": drop_non_finite}
+    def __init__(self, **checks: Any) -> None:
+        self._checks = checks
         self.first_kind: tuple[str, ...] | None = None
         self._first_place = ""
 
@@ -268,7 +276,7 @@ class _Parser:
         try:
             if isinstance(record, RolloutError):
                 raise record
-            rollout = rollout_from_record(record, **self._settings)
+            rollout = rollout_from_record(record, **self._checks)
             self._check_kind(rollout, place)
         except RolloutError as error:
             raise RolloutError(f"{place}, {error}") from None

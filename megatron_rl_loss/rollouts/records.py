@@ -40,7 +40,11 @@ _LOG_PROBS = ("rollout_log_probs", "ref_log_probs")
 
 
 def rollout_from_record(
-    record: Any, *, vocab_size: int | None = None, drop_non_finite: bool = False
+    record: Any,
+    *,
+    vocab_size: int | None = None,
+    drop_non_finite: bool = False,
+    need_reward: bool = True,
 ) -> Rollout:
     """Returns the rollout of one line or row; null means that a field is not given.
 
@@ -49,6 +53,7 @@ def rollout_from_record(
         vocab_size: token ids must be below it.
         drop_non_finite: take trained tokens whose log-probs are NaN, inf or null out of the loss
             mask, instead of raising.
+        need_reward: `reward` or `advantage` must be given; supervised losses read neither.
 
     Raises:
         RolloutError: an unknown or missing field, or a wrong value; the message starts with the
@@ -63,7 +68,8 @@ def rollout_from_record(
     if drop_non_finite:
         given["loss_mask"] = _finite_mask(given)
     rollout = Rollout(**given)
-    check_rewarded(rollout)
+    if need_reward:
+        check_rewarded(rollout)
     if vocab_size is not None:
         _check_vocabulary(rollout, vocab_size)
     return rollout

@@ -346,6 +346,14 @@ def test_drop_non_finite_takes_the_token_out_of_the_mask(tmp_path, bad):
     assert got.rollout_log_probs == (-1.0, 0.0, -1.0)
 
 
+def test_supervised_data_needs_no_reward(tmp_path):
+    path = write_lines(tmp_path / "x.jsonl", {"prompt_ids": [1], "response_ids": [2]})
+    assert RolloutFiles(path, need_reward=False)[0].reward is None
+    assert validate_rollouts(path, need_reward=False).fields == ()
+    with pytest.raises(RolloutError, match="line 1, field 'reward': neither"):
+        RolloutFiles(path)
+
+
 def test_drop_non_finite_keeps_other_checks(tmp_path):
     record = {**GOOD, "rollout_log_probs": [NAN]}
     with pytest.raises(RolloutError, match="has 1 entries"):
