@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megatron_rl_loss.losses.off_policy import OffPolicy  # noqa: E402
 from megatron_rl_loss.losses.presets import PRESETS  # noqa: E402
 from megatron_rl_loss.losses.registry import LOSSES, LossSpec  # noqa: E402
 from megatron_rl_loss.ops.advantages import ADVANTAGE_ESTIMATORS  # noqa: E402
@@ -38,6 +39,47 @@ pre-normalised advantages (w * A) with reduction `sum` give the same gradient; w
 MICRO_BATCH_NOTE = """
 Losses marked (*) rank or average over this rank's micro-batch, so their gradient changes with the
 cut by definition. All others give the same gradient for any cut.
+"""
+
+CHOICES = """
+## Where public code disagrees, and what is chosen here
+
+* **Dual clip** is its own loss; verl's default ("vanilla") always has it with c = 3.
+* **GSPO's clip** has the paper's 3e-4 / 4e-4; several trainers default to PPO's 0.2, which for a
+  length-normalised ratio clips next to nothing.
+* **CISPO's bounds** are 0 and 5 (offsets 1 and 4); Tinker has 0 and 4, verl 0.8 and 1.2.
+* **GMPO's clip** is the paper's exp(+-0.4); verl uses 0.2.
+* **DPPO** keeps r (clamped at exp(20)); verl truncates it at 20.
+* **Log-ratios** are clamped to +-20 at every level; slime, Megatron-LM and NeMo-RL do not clamp.
+* **k3** goes on as its tangent beyond 20 nats, so a policy far from the reference is still pulled
+  back; clamping the value (SkyRL, verl: 10) sets the gradient to 0 there.
+* **Standard deviations** have n - 1 (as torch.std); eps is 1e-6 as in verl, 1e-4 in TRL. A group of
+  one has advantage 0; verl keeps its raw reward.
+* **clip_cov** takes every k-th candidate; published code draws at random, which differs between
+  tensor-parallel ranks unless their generators agree.
+* **Rejected tokens** stay in the counts (their weight was fixed before the step); with
+  `losses.off_policy.kept_tokens` as the loss mask they leave them.
+* **Sequences without a trained token** count in sequence means (`count_empty_sequences: false`
+  leaves them out, as verl does).
+"""
+
+OWN_LOSS = """
+## A loss of your own
+
+```python
+from megatron_rl_loss.types import TokenLoss
+
+def my_loss(log_probs, old_log_probs, advantages, *, strength=1.0):
+    r = (log_probs - old_log_probs).exp()
+    return TokenLoss(-strength * r * advantages, {"my_ratio": r.detach()})
+
+my_loss.homogeneous = True  # w * l(A) == l(w * A); leave it out if unsure
+```
+
+Positional parameters are tensors of the micro-batch by name, masked positions already 0;
+`loss_mask` and `sequences` (sums over whole sequences, packed or split over ranks) may be asked
+for too; keyword-only parameters are settings. Pass the function, or `"my_pkg.my_mod:my_loss"` from
+a config. `losses.contract_check.check_loss(my_loss)` tells what is wrong with it, if anything.
 """
 
 LEFT_OUT = """
@@ -87,7 +129,8 @@ def strange_files() -> list[Path]:
 
 def document() -> str:
     parts = [INTRO, loss_table(), MICRO_BATCH_NOTE, "## Formulas and sources\n", formulas()]
-    parts += [preset_section(), advantage_section(), kl_section(), LEFT_OUT]
+    parts += [preset_section(), advantage_section(), kl_section(), correction_section()]
+    parts += [CHOICES, OWN_LOSS, LEFT_OUT]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
@@ -168,6 +211,26 @@ def kl_section() -> str:
         "off-policy. To fold the KL into rewards instead: `ops.kl.kl_shaped_rewards`; coefficients "
         "that follow a target: `ops.coefficients`."
     )
+
+
+def correction_section() -> str:
+    paragraphs = (inspect.getdoc(OffPolicy) or "").split("\n\n")
+    about = " ".join(" ".join(paragraphs[1:3]).split())
+    rows = [(f"`{names}`", text) for names, text in attributes(OffPolicy)]
+    return (
+        "## Corrections for the rollout policy\n\n"
+        "`off_policy` multiplies any policy loss by a constant per token, made from rho = "
+        "exp(old_log_probs - rollout_log_probs): an importance weight (TIS, decoupled PPO), a band "
+        f"(icepop) or a rejection. KL and entropy terms stay as they are. {about}\n\n"
+        f"{table(('setting', 'meaning'), rows)}\n\n*{section(OffPolicy, 'Source')}*"
+    )
+
+
+def attributes(cls: type) -> list[tuple[str, str]]:
+    """Returns (names, text) of each entry under "Attributes:" in the docstring."""
+    block = (inspect.getdoc(cls) or "").split("Attributes:\n")[1].split("\n\n")[0]
+    entries = re.split(r"\n(?=    \S)", block)
+    return [tuple(" ".join(entry.split()).split(": ", 1)) for entry in entries]
 
 
 def terms_of(preset: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_rl_loss.errors import ConfigError
+from megatron_rl_loss.losses.contract_check import check_loss
 from megatron_rl_loss.losses.presets import PRESETS, preset, preset_objective
 from megatron_rl_loss.losses.registry import LOSSES
 from megatron_rl_loss.ops.advantages import group_advantages
@@ -79,6 +80,14 @@ def test_the_table_and_the_configs_are_current():
         [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_example_of_the_docs_keeps_the_contract():
+    text = (ROOT / "docs" / "losses.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0]
+    names: dict = {}
+    exec(example, names)
+    assert check_loss(names["my_loss"], strength=2.0).homogeneous
 
 
 @pytest.mark.parametrize("name", PRESETS)
