@@ -48,7 +48,7 @@ MISTAKES = [
     Mistake("hook not checked", "mcore/guard.py", "if ranks > 1 and config.finalize_model_grads_func is None:", "if False:", "tests/unit/test_scaling_and_guard.py"),
     Mistake("temperature twice", "mcore/forward_step.py", "temperature=self.temperature,\n            with_entropy", "temperature=self.temperature**2,\n            with_entropy", CUT),
     Mistake("padded vocabulary", "mcore/forward_step.py", "            vocab_size=self.vocab_size,\n            loss_mask", "            loss_mask", CUT),
-    Mistake("KL without weights", "losses/objective.py", "self.kl_coef * masked_sum(kl, weights)", "self.kl_coef * masked_sum(kl, loss_mask_of(weights))", CUT),
+    Mistake("KL without weights", "losses/objective.py", "self.kl_coef * masked_sum(kl, weights)", "self.kl_coef * masked_sum(kl, (weights != 0).float() / 100)", CUT),
     Mistake("entropy sign", "losses/objective.py", "-self.entropy_coef * masked_sum", "self.entropy_coef * masked_sum", CUT),
     Mistake("sequence parallel tag", "mcore/layer_spec.py", "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", CUT),
     Mistake("shares not checked", "metrics.py", "if abs(shares - num_calls) > 1e-3 * num_calls:", "if False:", "tests/unit/test_metrics.py"),
