@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..types import MicroBatch
+from .collate import collate, with_sequence_weights
 from .groups import ParallelGroups
-from .planning import Plan, collate, plan_micro_batches, with_sequence_weights
+from .planning import Plan, plan_micro_batches
 
 
 def cut_mini_batch(

@@ -199,7 +199,7 @@ def weighted(layout: Layout, groups: Any) -> list[dict[str, Any]]:
 
 def packed(layout: Layout, dp_rank: int) -> list[dict[str, Any]]:
     """Returns this rank's micro-batches with each of them packed into one row."""
-    from megatron_rl_loss.mcore.planning import collate, with_sequence_weights
+    from megatron_rl_loss.mcore.collate import collate, with_sequence_weights
     from megatron_rl_loss.parallel.context_parallel import sequence_multiple
 
     rows = [row | {"group_ids": row["group_id"]} for row in rows_of(layout)]

@@ -47,8 +47,8 @@ def first_sequence_alone(layout: Layout, first_token_of_second: int) -> tuple[di
     """On each rank: trains the first of two packed sequences; returns metrics and gradients."""
     from megatron.core import parallel_state
 
+    from megatron_rl_loss.mcore.collate import collate, with_sequence_weights
     from megatron_rl_loss.mcore.groups import parallel_groups
-    from megatron_rl_loss.mcore.planning import collate, with_sequence_weights
     from megatron_rl_loss.mcore.train_step import run_forward_backward, share_metrics
     from tests.mcore import harness
 

@@ -12,12 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl_loss.errors import InputError, LayoutError
-from megatron_rl_loss.mcore.planning import (
-    Plan,
-    collate,
-    plan_micro_batches,
-    with_sequence_weights,
-)
+from megatron_rl_loss.mcore.collate import collate, with_sequence_weights
+from megatron_rl_loss.mcore.planning import Plan, plan_micro_batches
 from megatron_rl_loss.parallel.token_weights import token_weights
 
 
