@@ -27,6 +27,7 @@ import importlib.util
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -360,7 +361,7 @@ class Candidate:
     """The worker processes of one candidate."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
-        self.name, self.results = name, []
+        self.name, self.results, self.warm = name, [], False
         store = Path(tempfile.mkdtemp(prefix="bench-")) / "store"
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", name]
         env = {**os.environ, "BENCH_STORE": str(store), "WORLD_SIZE": str(args.tp)}
@@ -405,16 +406,19 @@ class Candidate:
 def take_turns(names: list[str], args: argparse.Namespace) -> list[Candidate]:
     candidates = [Candidate(name, args) for name in names]
     try:
-        candidates = [c for c in candidates if c.run()]  # warm-up, compilation included
         for c in candidates:
+            c.warm = c.run()  # compilation included
             c.results.clear()
+        candidates = [c for c in candidates if c.warm]
         for i in range(args.reps):
             for c in candidates if i % 2 == 0 else reversed(candidates):
                 c.run()
+    except KeyboardInterrupt:
+        print("stopped early; medians of the runs so far", file=sys.stderr)
     finally:
         for c in candidates:
             c.stop()
-    return candidates
+    return [c for c in candidates if c.results]
 
 
 def print_table(candidates: list[Candidate], args: argparse.Namespace) -> None:
@@ -422,7 +426,7 @@ def print_table(candidates: list[Candidate], args: argparse.Namespace) -> None:
     print(
         f"\n#### {args.path}, {tokens}, {args.dtype}, "
         f"{'log-prob + entropy' if args.entropy else 'log-prob only'}, TP {args.tp}, "
-        f"{args.reps} interleaved runs, {args.threads} threads in all"
+        f"{len(candidates[0].results)} interleaved runs, {args.threads} threads in all"
     )
     print(
         "| candidate | forward ms | backward ms | total ms | min..max | CPU ms | x first | x CPU | "
@@ -479,6 +483,7 @@ def installed(name: str) -> bool:
 def main() -> None:
     args = parse()
     if args.worker:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
         return worker(args)
     table = LOGITS if args.path == "logits" else HIDDEN
     names = args.candidates.split(",") if args.candidates else list(table)
@@ -486,7 +491,9 @@ def main() -> None:
         n for n in names
         if (table[n][1] or not args.entropy) and (table[n][2] or args.tp == 1) and installed(n)
     ]  # fmt: skip
-    print_table(take_turns(names, args), args)
+    candidates = take_turns(names, args)
+    if candidates:
+        print_table(candidates, args)
 
 
 if __name__ == "__main__":
