@@ -22,9 +22,9 @@ FOLDERS = {
     "rollouts": "rollout files, prompts, rewards, the embedded sampler",
     "config": "settings of the main job",
 }
-OTHERS = """configs/           base.yaml (every setting), demo.yaml, files_example.yaml, loss/ (a recipe per file)
+OTHERS = """configs/           base.yaml (every setting), demo.yaml, loss/ (a recipe per file)
 scripts/           demo.sh, test.sh, toy_loop.py, benchmarks, plant_mistakes.py, generators of docs
-tests/             reference/ (slow float64), unit/, dist/ (gloo ranks), mcore/ (the real Megatron-Core)
+tests/             reference/ (slow float64), unit/, dist/ (gloo ranks), mcore/ (real Megatron)
 docs/              losses.md and more
 """
 

@@ -23,7 +23,7 @@ SETTINGS = {
     "TP 2": ["parallel.tensor_model_parallel_size=2"],
     "PP 2": ["parallel.pipeline_model_parallel_size=2"],
 }
-NUMBERS = ["loss", "policy_loss", "kl_loss", "kl", "entropy", "clip_fraction", "ratio_max", "reward"]
+NUMBERS = ["loss", "policy_loss", "kl_loss", "kl", "entropy", "clip_fraction", "reward"]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_the_main_job_gives_the_same_numbers_on_two_ranks(train_on_file, mode):
     assert [row["step"] for row in together] == [1, 2]
     for a, b in zip(alone, together):
         assert set(a) == set(b)
-        for name in [*NUMBERS, "grad_norm"]:
+        for name in [*NUMBERS, "ratio_max", "grad_norm"]:
             assert b[name] == pytest.approx(a[name], rel=2e-5, abs=1e-7), name
 
 
