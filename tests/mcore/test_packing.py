@@ -43,8 +43,8 @@ def test_every_reduction_counts_the_sequences_in_a_pack(reduction):
     assert_close(result.gradients, gradients, BOUND)
 
 
-def first_sequence_alone(layout: Layout, first_token_of_second: int) -> tuple[dict, dict]:
-    """On each rank: trains the first of two packed sequences; returns metrics and gradients."""
+def one_of_two(layout: Layout, trained: int, token_of_the_other: int) -> tuple[dict, dict]:
+    """On each rank: trains one of two packed sequences; the other's first token is set."""
     from megatron.core import parallel_state
 
     from megatron_rl_loss.mcore.collate import collate, with_sequence_weights
@@ -55,13 +55,11 @@ def first_sequence_alone(layout: Layout, first_token_of_second: int) -> tuple[di
     chunks, _, spec = build(layout)
     try:
         names = ("tokens", "loss_mask", "advantages", "old_log_probs", "ref_log_probs")
-        first, second = (
-            {name: row[name].clone() for name in names} for row in rows_of(layout)[1:3]
-        )
-        first["loss_mask"][:-1] = True
-        second["loss_mask"][:] = False
-        second["tokens"][0] = first_token_of_second
-        rows = with_sequence_weights([first, second], "token_mean")
+        pair = [{name: row[name].clone() for name in names} for row in rows_of(layout)[1:3]]
+        pair[trained]["loss_mask"][:-1] = True
+        pair[1 - trained]["loss_mask"][:] = False
+        pair[1 - trained]["tokens"][0] = token_of_the_other
+        rows = with_sequence_weights(pair, "token_mean")
         batch = collate(rows, (0, 1), packed=True, multiple=2 * layout.cp)
         collected = run_forward_backward(harness.make_step(layout), chunks, [batch])
         metrics = share_metrics(collected, parallel_groups())
@@ -70,11 +68,12 @@ def first_sequence_alone(layout: Layout, first_token_of_second: int) -> tuple[di
         parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.parametrize("trained, num_tokens", [(0, 8), (1, 11)])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_the_first_token_of_the_next_sequence_changes_no_bit(cp):
+def test_the_first_token_of_the_other_sequence_changes_no_bit(cp, trained, num_tokens):
     layout = replace(BASE, cp=cp)
-    metrics, gradients = run_ranks(first_sequence_alone, cp, layout, 3)[0]
-    other_metrics, other_gradients = run_ranks(first_sequence_alone, cp, layout, 30)[0]
-    assert metrics == other_metrics and metrics["num_tokens"] == 8
+    metrics, gradients = run_ranks(one_of_two, cp, layout, trained, 3)[0]
+    other_metrics, other_gradients = run_ranks(one_of_two, cp, layout, trained, 30)[0]
+    assert metrics == other_metrics and metrics["num_tokens"] == num_tokens
     assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
     assert any(bool(gradient.any()) for gradient in gradients.values())
