@@ -16,6 +16,11 @@ def field_types(section: type) -> dict[str, Any]:
     return get_type_hints(section)
 
 
+def is_section(kind: Any) -> bool:
+    """Tells a section's type from a setting's."""
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
 def leaf_paths(section: type = Config, prefix: str = "") -> Iterator[str]:
     """Yields the full path of every setting.
 
@@ -23,7 +28,7 @@ def leaf_paths(section: type = Config, prefix: str = "") -> Iterator[str]:
     'run.dir'
     """
     for name, kind in field_types(section).items():
-        if dataclasses.is_dataclass(kind):
+        if is_section(kind):
             yield from leaf_paths(kind, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
@@ -38,7 +43,7 @@ def leaves(
         path = f"{prefix}{key}"
         if key not in types:
             problems.append(unknown_key(path))
-        elif not dataclasses.is_dataclass(types[key]):
+        elif not is_section(types[key]):
             yield path, value
         elif isinstance(value, Mapping):
             yield from leaves(value, problems, types[key], f"{path}.")

@@ -130,7 +130,7 @@ def _override_layer(pairs: Iterable[str], problems: list[str]) -> Layer:
             problems.append(f"{pair}: {problem}")
             continue
         try:
-            values = OmegaConf.to_container(OmegaConf.from_dotlist([pair]), resolve=False)
+            values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([pair]), resolve=False)
         except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
             problems.append(f"{pair}: the value is not valid YAML: {_first_line(error)}")
             continue

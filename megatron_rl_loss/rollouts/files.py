@@ -97,7 +97,9 @@ class RolloutFiles(Sequence[Rollout]):
 
     def _scan(self, check_all: bool) -> tuple[np.ndarray, np.ndarray]:
         """Returns [n, 3] (source, key, number) and the indices where a new group starts."""
-        index, starts, problems = [], [], _Problems()
+        index: list[tuple[int, int, int]] = []
+        starts: list[int] = []
+        problems = _Problems()
         group: Any = None
         for i, source, row in _rows(self._sources):
             if check_all or not index:

@@ -53,7 +53,7 @@ def score_rollouts(
     Raises:
         InputError: the function raised, or returned something else than a finite number.
     """
-    by_group = {prompt.group_id: prompt for prompt in prompts}
+    by_group: dict[Any, Prompt] = {prompt.group_id: prompt for prompt in prompts}
     scored = []
     for rollout in rollouts:
         response = rollout.metadata["response_text"]
