@@ -41,6 +41,7 @@ class CoreAttention(MegatronModule):
         softmax_scale: default 1 / sqrt(head dimension).
         cp_comm_type: ignored: always an all-gather.
         pg_collection: Megatron's groups; None reads its parallel state.
+        model_comm_pgs: what 0.13 calls `pg_collection`.
 
     Raises:
         ConfigError: the config asks for dropout, a window, or another softmax.
@@ -56,13 +57,14 @@ class CoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        model_comm_pgs: Any = None,
     ) -> None:
         super().__init__(config=config)
         _check_config(config, attn_mask_type, attention_dropout)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = None
         if config.context_parallel_size > 1:
-            self.cp_group = _cp_group(pg_collection)
+            self.cp_group = _cp_group(pg_collection or model_comm_pgs)
 
     def forward(
         self,
