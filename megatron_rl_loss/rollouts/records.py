@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from .. import types
 from ..errors import RolloutError
-from .rollout import Rollout, as_list, check_rewarded, field_error
+from .rollout import Rollout, as_list, check_rewarded, field_error, is_finite
 
 FIELDS = tuple(f.name for f in fields(Rollout))
 
@@ -136,7 +135,7 @@ def _finite_mask(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _not_finite(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and not math.isfinite(value))
+    return value is None or (isinstance(value, (int, float)) and not is_finite(value))
 
 
 def _check_vocabulary(rollout: Rollout, vocab_size: int) -> None:

@@ -12,6 +12,11 @@ from ..errors import RolloutError
 
 OPTIONAL_FIELDS = ("reward", "advantage", "rollout_log_probs", "ref_log_probs", "group_id")
 
+# Training is in fp32 and int64.
+_MAX_FLOAT = 3.4e38
+_MAX_TOKEN_ID = 2**31 - 1
+_MAX_GROUP_ID = 2**63 - 1
+
 # A log-prob is <= 0; engines that round in bf16 may end a little above.
 _MAX_LOG_PROB = 1e-3
 
@@ -102,8 +107,13 @@ def group_number(group_id: int | str) -> int:
     """
     if isinstance(group_id, int):
         return group_id
-    digest = hashlib.blake2b(group_id.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(group_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def is_finite(number: float) -> bool:
+    """Tells whether a number is finite in fp32."""
+    return abs(number) <= _MAX_FLOAT
 
 
 def as_list(name: str, value: Any) -> list[Any]:
@@ -119,7 +129,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not ids:
         raise field_error(name, "is empty; it needs at least one token id.")
     for i, token in enumerate(ids):
-        if type(token) is not int or token < 0:
+        if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID:
             raise field_error(
                 name, f"expected token ids (integers >= 0), got {_shown(token)} at position {i}."
             )
@@ -162,7 +172,7 @@ def _finite_where(name: str, value: Any, mask: tuple[bool, ...]) -> tuple[float,
     numbers, values = [], _of_length(name, value, len(mask))
     for i, (number, kept) in enumerate(zip(values, mask, strict=True)):
         number = _number(name, math.nan if number is None else number, i)
-        if not math.isfinite(number):
+        if not is_finite(number):
             if kept:
                 raise field_error(
                     name,
@@ -187,7 +197,7 @@ def _of_length(name: str, value: Any, length: int) -> list[Any]:
 
 def _finite_number(name: str, value: Any) -> float:
     number = _number(name, value.item() if hasattr(value, "item") else value)
-    if not math.isfinite(number):
+    if not is_finite(number):
         raise field_error(name, f"must be finite, got {number}.")
     return number
 
@@ -196,14 +206,19 @@ def _number(name: str, value: Any, position: int | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         where = "" if position is None else f" at response position {position}"
         raise field_error(name, f"expected a number, got {_shown(value)}{where}.")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _check_group_id(group_id: Any) -> None:
-    if group_id is not None and (
-        isinstance(group_id, bool) or not isinstance(group_id, (int, str))
-    ):
-        raise field_error("group_id", f"expected an integer or a string, got {_shown(group_id)}.")
+    if group_id is None or isinstance(group_id, str):
+        return
+    if type(group_id) is not int or abs(group_id) > _MAX_GROUP_ID:
+        raise field_error(
+            "group_id", f"expected an integer (int64) or a string, got {_shown(group_id)}."
+        )
 
 
 def _shown(value: Any) -> str:

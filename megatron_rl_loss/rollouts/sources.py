@@ -156,7 +156,7 @@ def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Writes one JSON object per line."""
     with path.open("w", encoding="utf-8") as file:
         for record in records:
-            file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+            file.write(json.dumps(record, default=str) + "\n")
 
 
 def write_parquet(path: Path, records: Iterable[dict[str, Any]]) -> None:

@@ -251,7 +251,11 @@ BAD_RECORDS = [
     ({"rollout_log_probs": [0.5, 0.1, 0.2]}, "a log-prob is at most 0, got 0.5 at response pos"),
     ({"rollout_log_probs": [-1.0, "a", -1.0]}, "field 'rollout_log_probs': expected a number"),
     ({"ref_log_probs": [-math.inf, -1.0, -1.0]}, "field 'ref_log_probs': is -inf at response"),
-    ({"group_id": 1.5}, "field 'group_id': expected an integer or a string, got float 1.5"),
+    ({"group_id": 1.5}, r"field 'group_id': expected an integer \(int64\) or a string, got float"),
+    ({"group_id": 2**64}, "field 'group_id': expected an integer"),
+    ({"reward": 1e39}, "field 'reward': must be finite, got 1e\\+39"),
+    ({"reward": 10**400}, "field 'reward': must be finite, got inf"),
+    ({"response_ids": [2**40]}, "field 'response_ids': expected token ids"),
     ({"metadata": [1]}, "field 'metadata': expected an object, got list"),
     ({"metadata": "{"}, "field 'metadata': not a JSON object"),
     ({"rewrd": 1.0}, "field 'rewrd': unknown; did you mean 'reward'"),
@@ -396,4 +400,5 @@ def test_group_numbers_fit_int64_and_differ():
     ids = [group_number(f"prompt {i}") for i in range(1000)]
     assert len(set(ids)) == 1000 and max(ids) < 2**63 and min(ids) >= 0
     assert torch.tensor(ids).dtype is torch.int64
+    assert group_number("\ud800") >= 0
     assert group_number("a") == 2340832890917691671
