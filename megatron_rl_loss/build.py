@@ -200,6 +200,7 @@ def _model_chunks(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any
         spec,
         bf16=config.model.dtype == "bf16",
         sequence_parallel=config.parallel.sequence_parallel,
+        perform_initialization=False,  # the weights are loaded right after
         **_dense_sizes(config),
     )
     rows = padded_vocab_size(spec.vocab_size, config.parallel.tensor_model_parallel_size)

@@ -38,7 +38,7 @@ def mean_pair(values: Tensor, mask: Tensor) -> Tensor:
 
 def sum_pair(total: Tensor, share: float) -> Tensor:
     """Returns [total, share] for a sum metric, as a copy: Megatron scales the loss in place."""
-    value = total.detach().float().clone()
+    value = total.detach().float()
     return torch.stack([value, value.new_tensor(share)])
 
 

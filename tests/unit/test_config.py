@@ -129,15 +129,12 @@ def test_base_yaml_is_exactly_the_defaults(tmp_path):
         assert f"\n  {leaf.split('.')[1]}:" in text, leaf
 
 
-def test_demo_is_the_measured_recipe():
+def test_demo_trains_grpo_on_additions():
     config = load_config(DEMO)
-    assert (config.run.steps, config.optimizer.lr, config.optimizer.clip_grad) == (14, 2e-5, 1.0)
-    assert (config.sampler.max_new_tokens, config.sampler.temperature) == (10, 1.0)
-    assert rollouts_per_step(config) == 64
     assert (config.loss.name, config.loss.reduction) == ("ppo_clip", "token_mean")
     assert (config.advantage.estimator, config.advantage.normalize_by_std) == ("grpo", True)
-    assert config.reward.format_pattern == r"-?\d+"
-    assert config.task.suffix == " Reply with only the number."
+    assert config.task.name == "basic_arithmetic" and config.task.params["operators"] == ["+"]
+    assert config.sampler.samples_per_prompt > 1 and config.model.path == "smollm2-demo"
 
 
 def test_the_example_of_rollout_files_has_what_it_says():
@@ -341,7 +338,7 @@ UNFIT = [
     ),
     (
         "batch.mini_batches_per_step=3",
-        "batch.mini_batches_per_step: 64 rollouts of a step do not s",
+        "batch.mini_batches_per_step: 32 rollouts of a step do not s",
     ),
     ("parallel.sequence_parallel=true", "parallel.sequence_parallel: needs parallel.tensor_model_"),
     (

@@ -17,8 +17,9 @@ LAYERS = [
     ("metrics",),
     ("losses", "logprobs", "parallel"),
     ("mcore", "lora", "rollouts", "config", "torch_backend"),
+    ("report", "rollout_source", "trainer"),
     ("build",),
-    ("train", "report", "audit"),
+    ("train", "audit"),
     ("cli", "__main__"),
 ]
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
