@@ -18,9 +18,9 @@ from ..parallel.sequence_sums import make_sequences
 from ..types import TokenLoss
 from .batch import TokenBatch, make_rank_batch, make_token_batch
 from .groups import ParallelGroups, parallel_groups
-from .guard import check_contract, check_flag, model_config
+from .guard import check_contract, model_config, per_token_flag
 from .micro_batches import resolve_num_microbatches
-from .scaling import schedule_factor
+from .scaling import micro_batch_share, schedule_factor
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -116,7 +116,8 @@ class ForwardStep:
         self.report_entropy = report_entropy
         self.pairs_only = pairs_only
         self._pg_collection = pg_collection
-        self._guarded_config: Any = None
+        self._guarded: tuple[Any, bool] = (None, False)
+        self._share = 1.0  # of the running call's metrics
 
     def __call__(
         self, data_iterator: Any, model: Any, return_schedule_plan: bool = False
@@ -137,10 +138,14 @@ class ForwardStep:
                 "off."
             )
         groups = parallel_groups(self._pg_collection)
-        self._guard(model, groups)
-        factor = schedule_factor(
-            resolve_num_microbatches(self.num_microbatches, data_iterator), groups.dp.size()
+        flag = self._guard(model, groups)
+        sizes = (
+            resolve_num_microbatches(self.num_microbatches, data_iterator),
+            groups.dp.size(),
+            groups.cp.size(),
         )
+        factor = schedule_factor(*sizes, calculate_per_token_loss=flag)
+        self._share = micro_batch_share(*sizes)
         batch = self._next_batch(data_iterator, model, groups)
         return batch.run(model), partial(self._loss, batch, factor, groups)
 
@@ -153,14 +158,16 @@ class ForwardStep:
             except InputError as error:
                 raise type(error)(f"micro-batch {i}: {error}") from error
 
-    def _guard(self, model: Any, groups: ParallelGroups) -> None:
-        if not torch.is_grad_enabled():
-            return
+    def _guard(self, model: Any, groups: ParallelGroups) -> bool:
+        """Returns `calculate_per_token_loss`; checks a set-up that is new."""
         config = model_config(model)
-        check_flag(config)
-        if config is not self._guarded_config:
+        if not torch.is_grad_enabled():
+            return False
+        flag = per_token_flag(config)
+        if self._guarded[0] is not config or self._guarded[1] != flag:
             check_contract(model, groups)
-            self._guarded_config = config
+            self._guarded = (config, flag)
+        return flag
 
     def _next_batch(self, data_iterator: Any, model: Any, groups: ParallelGroups) -> TokenBatch:
         if data_iterator is None:
@@ -180,7 +187,7 @@ class ForwardStep:
         return batch
 
     def _loss(
-        self, batch: TokenBatch, factor: int, groups: ParallelGroups, logits: Tensor
+        self, batch: TokenBatch, factor: float, groups: ParallelGroups, logits: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs, entropy = self.log_probs(batch, logits, groups)
         loss_sum, metrics = self.objective(
@@ -189,7 +196,7 @@ class ForwardStep:
             batch.tensors,
             batch.loss_mask,
             batch.loss_weights,
-            share=1.0 / (factor * groups.cp.size()),
+            share=self._share,
             sequences=self._sequences(batch, groups),
         )
         if self.pairs_only:

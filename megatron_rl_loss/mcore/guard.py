@@ -8,14 +8,14 @@ from typing import Any
 from ..errors import ContractError
 from . import compat
 from .groups import ParallelGroups
-from .scaling import schedule_factor
 
 
 def check_contract(model: Any, groups: ParallelGroups) -> None:
     """Raises `ContractError` unless gradients will come out as the contract says.
 
-    Checked: Megatron-Core's version; `calculate_per_token_loss`; that gradients are reduced by
-    Megatron's own DistributedDataParallel; that `finalize_model_grads_func` is set where ranks
+    Checked: Megatron-Core's version; that `calculate_per_token_loss`, if on, is proven for this
+    model and was on when DDP was built; that gradients are reduced by Megatron's own
+    DistributedDataParallel; that `finalize_model_grads_func` is set where ranks
     have to reduce something; that fp16 has a `grad_scale_func`.
 
     Args:
@@ -39,12 +39,32 @@ def check_contract(model: Any, groups: ParallelGroups) -> None:
             "fp16 needs config.grad_scale_func = optimizer.scale_loss; without it the optimizer "
             "would divide unscaled gradients by the loss scale."
         )
+    _check_ddp_flag(model, groups, config)
 
 
 def check_flag(config: Any) -> None:
-    """Raises `ContractError` if `calculate_per_token_loss` is on; cheap, for every call."""
+    """Raises `ContractError` if `calculate_per_token_loss` is on where no test proves the factor.
+
+    With the flag on, the router multiplies its auxiliary losses by its number of tokens, and
+    multi-token prediction its loss, and both count on finalizing to divide by the number of
+    trained tokens. A 2-tuple leaves that number at 0.
+    """
     if config.calculate_per_token_loss:
-        schedule_factor(1, 1, calculate_per_token_loss=True)
+        for name in ("num_moe_experts", "mtp_num_layers"):
+            if getattr(config, name, None):
+                raise ContractError(
+                    f"config.calculate_per_token_loss is True and {name} is "
+                    f"{getattr(config, name)}: the auxiliary losses would come out as sums over "
+                    "tokens, not means. Set calculate_per_token_loss=False before the model is "
+                    "wrapped in DDP (some model providers switch it on when context parallelism "
+                    "is used)."
+                )
+
+
+def per_token_flag(config: Any) -> bool:
+    """Returns `calculate_per_token_loss`, checked by `check_flag`; cheap, for every call."""
+    check_flag(config)
+    return bool(config.calculate_per_token_loss)
 
 
 def model_config(model: Any) -> Any:
@@ -69,6 +89,28 @@ def _check_wrapper(model: Any, groups: ParallelGroups) -> None:
         raise ContractError(
             f"the model is not wrapped in Megatron's DistributedDataParallel, but "
             f"{groups.dp_cp.size()} ranks share the data: their gradients would never be averaged."
+        )
+
+
+def _check_ddp_flag(model: Any, groups: ParallelGroups, config: Any) -> None:
+    """DDP fixes its scaling when it is built; the schedule reads the flag on every call."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    wrapper = next((m for m in _wrappers(model) if isinstance(m, DistributedDataParallel)), None)
+    if wrapper is None or groups.dp_cp.size() == 1:
+        return
+    averages = wrapper.ddp_config.average_in_collective
+    factors = {
+        buffer.gradient_scaling_factor
+        for buffer in [*wrapper.buffers, *wrapper.expert_parallel_buffers]
+    }
+    sums = not averages and factors == {1.0}
+    if factors and sums != bool(config.calculate_per_token_loss):
+        raise ContractError(
+            f"config.calculate_per_token_loss is {config.calculate_per_token_loss}, but it was "
+            f"{sums} when DistributedDataParallel was built, which therefore "
+            f"{'sums' if sums else 'averages'} gradients. Set calculate_per_token_loss=False on "
+            "the config before the model is wrapped, and do not change it afterwards."
         )
 
 

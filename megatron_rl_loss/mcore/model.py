@@ -74,6 +74,7 @@ def transformer_config(
         "tensor_model_parallel_size": tensor_model_parallel_size,
         "pipeline_model_parallel_size": pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": virtual_pipeline_model_parallel_size,
+        **_transfer_settings(virtual_pipeline_model_parallel_size),
         "context_parallel_size": context_parallel_size,
         "sequence_parallel": sequence_parallel,
         "bf16": bf16,
@@ -115,6 +116,12 @@ def _machine_settings() -> dict[str, Any]:
         "apply_rope_fusion": compat.has_transformer_engine(),
         "masked_softmax_fusion": False,
     }
+
+
+def _transfer_settings(vpp_size: int | None) -> dict[str, Any]:
+    """Unbatched transfers for the interleaved schedule: see `check_interleaved_transfers`."""
+    interleaved = vpp_size is not None
+    return {"overlap_p2p_comm": interleaved, "batch_p2p_comm": not interleaved}
 
 
 def _recompute_settings(recompute: str | None) -> dict[str, Any]:

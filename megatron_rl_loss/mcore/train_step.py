@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ContractError, InputError
+from ..errors import ContractError, InputError, LayoutError
 from ..metrics import reduce_metrics
 from ..parallel.agreement import raise_together
 from .forward_step import ForwardStep
 from .groups import ParallelGroups, parallel_groups
+from .guard import model_config
 from .micro_batches import MicroBatchIterator
 
 
@@ -33,6 +34,11 @@ def run_forward_backward(
     Returns:
         One metrics dict per micro-batch on a last pipeline stage, an empty list elsewhere; with
         `collect_non_loss_data`, what the loss function returned.
+
+    Raises:
+        ContractError: there is no micro-batch.
+        LayoutError: the interleaved schedule cannot run that many micro-batches, or would mix up
+            its transfers.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -40,6 +46,10 @@ def run_forward_backward(
         raise ContractError(
             "a rank needs at least one micro-batch (its mask may be all False), got none."
         )
+    if len(chunks) > 1:
+        config = model_config(chunks[0])
+        check_interleaved_count(len(micro_batches), config)
+        check_interleaved_transfers(config)
     rows, seq_length = micro_batches[0]["tokens"].shape
     iterators = [MicroBatchIterator(micro_batches) for _ in chunks]
     return get_forward_backward_func()(
@@ -52,6 +62,37 @@ def run_forward_backward(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
     )
+
+
+def check_interleaved_count(num_microbatches: int, config: Any) -> None:
+    """Raises `LayoutError` unless the interleaved schedule can run `num_microbatches`.
+
+    Its groups of micro-batches must be full, or the last one must still fill the pipeline.
+    """
+    stages = config.pipeline_model_parallel_size
+    group = config.microbatch_group_size_per_vp_stage or stages
+    rest = num_microbatches % group
+    if num_microbatches < group or 0 < rest < stages:
+        raise LayoutError(
+            f"{num_microbatches} micro-batches do not suit the interleaved schedule: with "
+            f"pipeline_model_parallel_size {stages} and virtual pipeline stages it needs a "
+            f"multiple of {group}. Plan with multiple={group} (plan_micro_batches adds zero-weight "
+            f"micro-batches where it must), or use {num_microbatches + -num_microbatches % group}."
+        )
+
+
+def check_interleaved_transfers(config: Any) -> None:
+    """Raises `LayoutError` if two pipeline stages would batch their transfers.
+
+    With 2 stages, previous and next rank are the same one; in a batch, an activation is then
+    received as a gradient and the other way round, and the loss and the gradient are wrong.
+    """
+    if config.pipeline_model_parallel_size == 2 and config.batch_p2p_comm:
+        raise LayoutError(
+            "pipeline_model_parallel_size 2 with virtual pipeline stages needs overlap_p2p_comm="
+            "True and batch_p2p_comm=False: batched transfers mix up activations and gradients "
+            "between the same two ranks. Set both, or use more pipeline stages."
+        )
 
 
 def train_step(

@@ -68,13 +68,17 @@ def train_once(layout: Layout) -> Outcome:
     return first
 
 
-def reference(layout: Layout) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Returns the metrics and gradients of the float64 reference for the same mini-batch."""
+def reference(
+    layout: Layout, *, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Returns the metrics and gradients of the float64 reference for the same mini-batch, with
+    the weights rounded to `dtype`."""
     rows = rows_of(layout)
     plan = [micro for rank in range(layout.dp) for micro in plan_of(layout, len(rows), rank)]
     weights = mini_batch.weights(rows, layout.reduction, plan, MAX_SEQ_LEN)
     terms = {k: v for k, v in layout.settings.items() if k.endswith("_coef") or k == "temperature"}
-    return mini_batch.loss_and_gradient(_hf_weights(layout), rows, weights, **terms)
+    hf_weights = {name: weight.to(dtype) for name, weight in _hf_weights(layout).items()}
+    return mini_batch.loss_and_gradient(hf_weights, rows, weights, **terms)
 
 
 def rows_of(layout: Layout) -> list[mini_batch.Row]:
@@ -116,14 +120,14 @@ def _hf_weights(layout: Layout) -> dict[str, Tensor]:
     return tiny_llama.random_weights(layout.seed, layers=layout.layers, tied=layout.tied)
 
 
-def run_layout(layout: Layout) -> Outcome:
+def run_layout(layout: Layout, **overrides: Any) -> Outcome:
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
 
     from megatron_rl_loss.mcore.groups import parallel_groups
     from megatron_rl_loss.mcore.train_step import run_forward_backward, share_metrics
 
-    chunks, optimizer, spec = build(layout)
+    chunks, optimizer, spec = build(layout, **overrides)
     try:
         groups = parallel_groups()
         forward_step = make_step(layout)
@@ -138,8 +142,11 @@ def run_layout(layout: Layout) -> Outcome:
         parallel_state.destroy_model_parallel()
 
 
-def build(layout: Layout) -> tuple[list[Any], Any, Any]:
-    """Returns DDP-wrapped chunks with the layout's weights, the optimizer and the spec."""
+def build(layout: Layout, **overrides: Any) -> tuple[list[Any], Any, Any]:
+    """Returns DDP-wrapped chunks with the layout's weights, the optimizer and the spec.
+
+    `overrides` are further arguments of `transformer_config`.
+    """
     from megatron_rl_loss.mcore.model import build_gpt_model, transformer_config
     from megatron_rl_loss.mcore.model_spec import model_spec_from_hf
     from megatron_rl_loss.mcore.optimizer import build_optimizer, wrap_with_ddp
@@ -155,7 +162,7 @@ def build(layout: Layout) -> tuple[list[Any], Any, Any]:
     start_ranks(**sizes)
     spec = model_spec_from_hf(tiny_llama.hf_config(layers=layout.layers, tied=layout.tied))
     config = transformer_config(
-        spec, **sizes, sequence_parallel=layout.sequence_parallel, bf16=layout.bf16
+        spec, **sizes, sequence_parallel=layout.sequence_parallel, bf16=layout.bf16, **overrides
     )
     chunks = build_gpt_model(spec, config, padded_vocab_size=PADDED_VOCAB)
     load_hf_weights(chunks, _hf_weights(layout), spec)

@@ -95,10 +95,10 @@ def refusals(chunks, optimizer, spec, groups):
     with pytest.raises(InputError, match="no data iterator"):
         make_forward_step("dual_clip", num_microbatches=1)(None, chunks[0])
     config = model_config(chunks[0])
-    config.calculate_per_token_loss = True
+    config.calculate_per_token_loss, config.mtp_num_layers = True, 1
     with pytest.raises(ContractError, match="calculate_per_token_loss=False"):
         run_forward_backward(make_forward_step("dual_clip"), chunks, batches)
-    config.calculate_per_token_loss = False
+    config.calculate_per_token_loss, config.mtp_num_layers = False, None
     return all(torch.equal(before[name], after) for name, after in export(chunks, spec).items())
 
 

@@ -46,17 +46,23 @@ def test_the_factor_is_num_microbatches_times_dp_size():
     assert schedule_factor(5, 3) == 15
 
 
-@pytest.mark.parametrize("counts", [(0, 1), (1, 0), (-1, 2)])
+@pytest.mark.parametrize("counts", [(0, 1), (1, 0), (-1, 2), (1, 1, 0)])
 def test_no_micro_batches_or_ranks_are_refused(counts):
     with pytest.raises(ContractError, match="at least 1"):
         schedule_factor(*counts)
 
 
-def test_per_token_flag_is_refused():  # C06
-    with pytest.raises(ContractError, match="calculate_per_token_loss"):
-        schedule_factor(1, 1, calculate_per_token_loss=True)
-    with pytest.raises(ContractError, match="calculate_per_token_loss=False"):
-        check_contract(model(config(calculate_per_token_loss=True)), groups())
+def test_the_factor_with_the_per_token_flag_is_num_microbatches_over_cp_size():  # C06
+    assert schedule_factor(6, 3, 4, calculate_per_token_loss=True) == 1.5
+
+
+@pytest.mark.parametrize("name, value", [("num_moe_experts", 4), ("mtp_num_layers", 1)])
+def test_per_token_flag_is_refused_with_auxiliary_losses(name, value):
+    flagged = config(calculate_per_token_loss=True, **{name: value})
+    with pytest.raises(ContractError, match=f"{name} is {value}.*calculate_per_token_loss=False"):
+        check_contract(model(flagged), groups())
+    check_contract(model(config(**{name: value})), groups())
+    check_contract(model(config(calculate_per_token_loss=True)), groups())
 
 
 @pytest.mark.parametrize("sizes", [{"dp_cp": 2}, {"pp": 2}, {"tp": 2}])
