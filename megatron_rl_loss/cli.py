@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("train",)
+COMMANDS = ("train", "audit")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,5 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .train import main as train
 
         return train(words[1:])
+    if command == "audit":
+        from .audit import main as audit
+
+        return audit(words[1:])
     print(f"usage: megatron-rl-loss {{{','.join(COMMANDS)}}} ...", file=sys.stderr)
     return 0 if command in ("-h", "--help") else 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 from datetime import timedelta
 
@@ -54,6 +55,7 @@ def start_ranks(
         context_parallel_size=context_parallel_size,
         expert_model_parallel_size=expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
