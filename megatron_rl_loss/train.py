@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ CONFIG_FILE = "config.yaml"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status: 2 for an error of the user's."""
     options = _parser().parse_intermixed_args(arguments)
+    # Megatron warns of every optional package that is not there
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     try:
         config = load_config(options.config, options.settings)
         check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
