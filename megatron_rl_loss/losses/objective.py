@@ -78,14 +78,18 @@ class Objective:
         return loss_spec(self.loss)
 
     @property
+    def _correction(self) -> OffPolicy | None:
+        return self.off_policy if isinstance(self.off_policy, OffPolicy) else None
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Tensors of the micro-batch that must be there."""
         names = list(self.spec.needs)
         if self.kl_coef:
             names.append("ref_log_probs")
             names += ["old_log_probs"] if self.kl_is_weighted else []
-        if self.off_policy is not None:
-            names += self.off_policy.needs
+        if self._correction is not None:
+            names += self._correction.needs
         made_here = MADE_BY_OBJECTIVE + (("old_log_probs",) if self.on_policy else ())
         return tuple(dict.fromkeys(name for name in names if name not in made_here))
 
@@ -96,7 +100,7 @@ class Objective:
     @property
     def needs_sequences(self) -> bool:
         """Whether it sums over whole sequences, and so must know them in packed or split rows."""
-        in_correction = self.off_policy is not None and self.off_policy.needs_sequences
+        in_correction = self._correction is not None and self._correction.needs_sequences
         return in_correction or "sequences" in self.spec.needs
 
     @property
@@ -200,9 +204,9 @@ class Objective:
                 f"loss {self.loss!r} returned shape {tuple(result.loss.shape)}, expected one value "
                 f"per token, {tuple(clean['log_probs'].shape)}: a loss must not take a mean or sum."
             )
-        if self.off_policy is None:
+        if self._correction is None:
             return result
-        factor, stats = correction(self.off_policy, clean, sequences)
+        factor, stats = correction(self._correction, clean, sequences)
         # a token that is left out must not bring its inf or NaN along
         loss = torch.where(factor != 0, result.loss, 0.0) * factor
         return TokenLoss(loss, {**result.stats, **stats})

@@ -11,6 +11,7 @@ not multiplied.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -104,7 +105,7 @@ class OffPolicy:
 
 
 def correction(
-    off_policy: OffPolicy, tensors: dict[str, Tensor], sequences: Sequences
+    off_policy: OffPolicy, tensors: Mapping[str, Tensor], sequences: Sequences
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the factor of each token's policy loss, and stats.
 
@@ -172,7 +173,7 @@ def mismatch_stats(old_log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str
 
 
 def _weights(
-    off_policy: OffPolicy, tensors: dict[str, Tensor], sequences: Sequences
+    off_policy: OffPolicy, tensors: Mapping[str, Tensor], sequences: Sequences
 ) -> tuple[Tensor, dict[str, Tensor]]:
     if off_policy.is_level is None:
         return torch.ones_like(tensors["log_probs"].detach()), {}
@@ -189,7 +190,7 @@ def _weights(
 
 
 def _rejected(
-    off_policy: OffPolicy, tensors: dict[str, Tensor], sequences: Sequences
+    off_policy: OffPolicy, tensors: Mapping[str, Tensor], sequences: Sequences
 ) -> Tensor | None:
     rejected = None
     if off_policy.reject_level is not None:
@@ -206,7 +207,7 @@ def _rejected(
     return rejected
 
 
-def _ratio(level: str, tensors: dict[str, Tensor], sequences: Sequences) -> Tensor:
+def _ratio(level: str, tensors: Mapping[str, Tensor], sequences: Sequences) -> Tensor:
     log_rho = log_ratio(tensors["old_log_probs"].detach(), tensors["rollout_log_probs"])
     if level == "sequence":
         log_rho = sequences.sum(log_rho)

@@ -66,11 +66,10 @@ def gae(
 
 
 def _goes_on(loss_mask: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """Returns 1.0 where the next position belongs to the same sequence."""
+    """Returns 1.0 where the next position, if there is one, belongs to the same sequence."""
     same = torch.ones_like(loss_mask, dtype=torch.float64)
     if segment_ids is not None:
         same[:, :-1] = (segment_ids[:, 1:] == segment_ids[:, :-1]).double()
-    same[:, -1:] = 0.0
     return same
 
 

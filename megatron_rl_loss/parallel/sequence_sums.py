@@ -28,7 +28,9 @@ def make_sequences(
         cp_group: context-parallel group; None or one rank: sequences are whole.
     """
     cp_rank, cp_size = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
-    all_reduce = partial(all_reduce_sum, cp_group) if cp_size > 1 else None
+    all_reduce = None
+    if cp_group is not None and cp_size > 1:
+        all_reduce = partial(all_reduce_sum, cp_group)
     if cu_seqlens is None:
         return Sequences(loss_mask, all_reduce=all_reduce)
     ids = packed_segment_ids(cu_seqlens, cp_rank=cp_rank, cp_size=cp_size)

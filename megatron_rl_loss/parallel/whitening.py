@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -54,9 +56,7 @@ def _constant(values: Tensor, loss_mask: Tensor, group: dist.ProcessGroup | None
     return top == -bottom
 
 
-def _all_reduce(
-    x: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp = dist.ReduceOp.SUM
-) -> Tensor:
+def _all_reduce(x: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
     x = x.double()
     if group is not None:
         dist.all_reduce(x, op=op, group=group)

@@ -54,8 +54,9 @@ def test_dr_grpo_only_subtracts_the_mean():
 @pytest.mark.parametrize("reward", [0.35, 0.1, -1 / 3, 1e8 + 0.3])
 @pytest.mark.parametrize("size", [1, 3, 7, 8])
 @pytest.mark.parametrize("normalize_by_std", [True, False])
-def test_constant_groups_give_exactly_zero(reward, size, normalize_by_std):
-    rewards = torch.full((size,), reward)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_constant_groups_give_exactly_zero(reward, size, normalize_by_std, dtype):
+    rewards = torch.full((size,), reward, dtype=dtype)
     got = grpo_advantages(
         rewards, torch.zeros(size, dtype=torch.long), normalize_by_std=normalize_by_std, eps=0.0
     )
@@ -171,7 +172,7 @@ SETTINGS = {"opo": {"num_tokens": torch.tensor([1, 2, 3])}, "pass_at_k": {"k": 2
 def test_every_estimator_gives_exactly_zero_for_a_constant_group(estimator, reward):
     settings = SETTINGS.get(estimator, {})
     got = group_advantages(
-        torch.full((3,), reward),
+        torch.full((3,), reward, dtype=torch.float64),
         torch.zeros(3, dtype=torch.long),
         estimator=estimator,
         **settings,
