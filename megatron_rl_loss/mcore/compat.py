@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ TESTED_VERSIONS = ("0.16.1",)
 
 @functools.cache
 def megatron_version() -> tuple[int, ...]:
-    """Returns Megatron-Core's version as numbers, e.g. (0, 16, 1).
+    """Returns Megatron-Core's version as numbers, e.g. (0, 16, 1); warns of an untested one, once.
 
     Raises:
         ContractError: Megatron-Core is missing or older than 0.13.
@@ -33,7 +34,14 @@ def megatron_version() -> tuple[int, ...]:
         raise ContractError(
             "megatron-core is not installed: pip install 'megatron-core>=0.13'."
         ) from error
-    return check_version(__version__)
+    numbers = check_version(__version__)
+    if __version__ not in TESTED_VERSIONS:
+        warnings.warn(
+            f"megatron-core {__version__} was not tested with this package (tested: "
+            f"{', '.join(TESTED_VERSIONS)}). Check your set-up with `megatron-rl-loss audit`.",
+            stacklevel=2,
+        )
+    return numbers
 
 
 def check_version(version: str) -> tuple[int, ...]:

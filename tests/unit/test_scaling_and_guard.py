@@ -1,5 +1,6 @@
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -98,6 +99,25 @@ def test_fp16_without_a_loss_scale_hook_is_refused():
 def test_old_megatron_is_refused(version):
     with pytest.raises(ContractError, match="older than 0.13"):
         compat.check_version(version)
+
+
+def test_an_untested_megatron_warns_once_and_names_the_audit(monkeypatch):
+    import megatron.core
+
+    compat.megatron_version.cache_clear()
+    monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
+    try:
+        with pytest.warns(UserWarning, match="0.99.0 was not tested.*megatron-rl-loss audit"):
+            assert compat.megatron_version() == (0, 99, 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            compat.megatron_version()
+            for version in compat.TESTED_VERSIONS:
+                compat.megatron_version.cache_clear()
+                monkeypatch.setattr(megatron.core, "__version__", version)
+                compat.megatron_version()
+    finally:
+        compat.megatron_version.cache_clear()
 
 
 def test_num_microbatches_comes_from_argument_then_iterator():  # C03

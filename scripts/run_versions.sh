@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Runs the tests of the gradient against several Megatron-Core versions, each laid over this
+# environment (torch and the rest are shared).
+#
+#   scripts/run_versions.sh                            # all versions, the cuts of one mini-batch
+#   scripts/run_versions.sh 0.13.1 0.19.2              # these
+#   TESTS="tests/mcore/test_layouts.py" scripts/run_versions.sh 0.19.2
+#
+# PYTHON: interpreter. VERSIONS_DIR: where the versions are kept. From 0.17 on Megatron-Core
+# declares Python >= 3.12; it is built from source and runs on 3.11 too.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python}
+folder=${VERSIONS_DIR:-${TMPDIR:-/tmp}/megatron-versions}
+tests=${TESTS:-tests/mcore/test_same_gradient.py::test_gradient_and_metrics_equal_the_reference_for_any_cut}
+versions=("$@")
+[ $# -gt 0 ] || versions=(0.13.1 0.14.0 0.15.3 0.16.1 0.17.0 0.18.0 0.19.2)
+
+install() {
+    local options=(--quiet --no-deps --target "$folder/$1")
+    case $1 in
+        0.1[3-6].*) ;;
+        *) options+=(--ignore-requires-python --no-binary megatron-core) ;;
+    esac
+    "$python" -m pip install "${options[@]}" "megatron-core==$1"
+}
+
+failed=()
+for version in "${versions[@]}"; do
+    [ -d "$folder/$version/megatron/core" ] || install "$version" || { failed+=("$version"); continue; }
+    export PYTHONPATH="$folder/$version"
+    found=$("$python" -W ignore -c "import megatron.core as m; print(m.__version__)" 2>/dev/null | tail -1)
+    echo "== megatron-core $found"
+    if [ "$found" != "$version" ]; then
+        echo "expected $version: another megatron.core comes first on the path" >&2
+        failed+=("$version")
+        continue
+    fi
+    # shellcheck disable=SC2086
+    "$python" -m pytest -q -p no:cacheprovider $tests || failed+=("$version")
+done
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed: ${failed[*]}" >&2
+    exit 1
+fi
+echo "passed: ${versions[*]}"
