@@ -12,7 +12,7 @@ import pytest
 from megatron_rl_loss.config.keys import leaf_paths
 from megatron_rl_loss.config.load import load_config, save_config, to_yaml
 from megatron_rl_loss.config.schema import Config
-from megatron_rl_loss.config.validate import check_config, check_layout, rollouts_per_step
+from megatron_rl_loss.config.validate import check_config, check_layout
 from megatron_rl_loss.errors import ConfigError, LayoutError
 from megatron_rl_loss.losses.registry import LOSSES
 
