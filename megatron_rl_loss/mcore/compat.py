@@ -131,3 +131,16 @@ def _takes_fp32_output(model: Any) -> bool:
             return "fp32_output" in inspect.signature(Float16Module.forward).parameters
         model = model.module
     return False
+
+
+def forget_cached_models() -> None:
+    """Empties the caches that keep models, and with them their process groups, alive.
+
+    `RotaryEmbedding.forward` is an `lru_cache` over (self, length): seen in 0.13 to 0.16.
+    """
+    from megatron.core.models.common.embeddings import rotary_pos_embedding as rotary
+
+    for name in dir(rotary):
+        forward = getattr(getattr(rotary, name), "forward", None)
+        if hasattr(forward, "cache_clear"):
+            forward.cache_clear()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import LayoutError
+from . import compat
 from .cpu import use_cpu_ranks
 
 
@@ -70,6 +71,7 @@ def stop_ranks() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
+    compat.forget_cached_models()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
