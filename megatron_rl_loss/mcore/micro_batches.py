@@ -112,5 +112,10 @@ def _check_weightless(batches: Sequence[MicroBatch]) -> None:
     for i, batch in enumerate(batches):
         if "loss_mask" not in batch:
             raise InputError(f"micro-batch {i} has no 'loss_mask'; the weights are made from it.")
+        if "cu_seqlens" in batch:
+            raise InputError(
+                f"micro-batch {i} is a packed row, whose sequences are not rows; make the weights "
+                "before packing (mcore.collate.with_sequence_weights)."
+            )
         if "loss_weights" in batch:
             raise InputError(f"micro-batch {i} already has 'loss_weights'; drop them or this call.")

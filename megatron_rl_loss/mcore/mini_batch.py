@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..parallel.context_parallel import sequence_multiple
 from ..types import MicroBatch
 from .collate import collate, with_sequence_weights
 from .groups import ParallelGroups
@@ -30,11 +31,12 @@ def cut_mini_batch(
         groups: this rank's.
         reduction, max_seq_len, count_empty_sequences: as in `token_weights`.
         micro_batch_size, max_tokens_per_microbatch: as in `plan_micro_batches`.
-        sequence_parallel: rows are padded to a multiple of the tensor-parallel size.
+        sequence_parallel: rows are padded to a multiple of the tensor-parallel size; with context
+            parallelism to what its slices need.
         virtual_pipeline_model_parallel_size: with it, the interleaved schedule wants a multiple
             of the pipeline size as number of micro-batches.
     """
-    seq_multiple = groups.tp.size() if sequence_parallel else 1
+    seq_multiple = sequence_multiple(groups.tp.size() if sequence_parallel else 1, groups.cp.size())
     plan = plan_micro_batches(
         [len(sequence["tokens"]) for sequence in sequences],
         dp_size=groups.dp.size(),

@@ -92,6 +92,8 @@ def test_weights_are_made_once():
         with_loss_weights([batch(loss_weights=MASK.float())], "sum")
     with pytest.raises(InputError, match="at least one micro-batch"):
         with_loss_weights([], "sum")
+    with pytest.raises(InputError, match="packed row"):
+        with_loss_weights([batch(cu_seqlens=torch.tensor([0, 5]))], "sum")
     with pytest.raises(InputError, match="no 'loss_mask'"):
         with_loss_weights([{"tokens": TOKENS}], "sum")
 
