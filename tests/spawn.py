@@ -27,6 +27,9 @@ class RankError(AssertionError):
     """A rank raised, died or hung; the text holds the ranks' own words."""
 
 
+# what a case leaves behind (gloo's threads, above all) slows the next ones down
+MAX_CASES = 40
+
 _pools: dict[int, RankPool] = {}
 
 
@@ -39,6 +42,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         RankError: with the traceback of every failed rank, or all ranks' stacks after `timeout`.
     """
     pool = _pools.get(world_size)
+    if pool is not None and pool.num_cases >= MAX_CASES:
+        pool.kill()
+        pool = None
     if pool is None:
         pool = _pools[world_size] = RankPool(world_size)
     try:
@@ -57,6 +63,7 @@ def _kill_pools() -> None:
 
 class RankPool:
     def __init__(self, world_size: int) -> None:
+        self.num_cases = 0
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -78,6 +85,7 @@ class RankPool:
         return self._folder / f"stacks-{rank}.txt"
 
     def run(self, fn: Callable[..., Any], args: tuple, timeout: float) -> list:
+        self.num_cases += 1
         for pipe in self._pipes:
             pipe.send((fn, args))
         answers: dict[int, tuple[bool, Any]] = {}
