@@ -72,6 +72,7 @@ def stop_ranks() -> None:
 
     parallel_state.destroy_model_parallel()
     compat.forget_cached_models()
+    gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
