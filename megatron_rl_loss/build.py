@@ -200,13 +200,20 @@ def _model_chunks(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any
         spec,
         bf16=config.model.dtype == "bf16",
         sequence_parallel=config.parallel.sequence_parallel,
-        perform_initialization=False,  # the weights are loaded right after
+        # The weights are loaded right after. perform_initialization=False would be quicker to
+        # say, but then Megatron does not mark sharded weights, and counts them once in the norm.
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
         **_dense_sizes(config),
     )
     rows = padded_vocab_size(spec.vocab_size, config.parallel.tensor_model_parallel_size)
     chunks = build_gpt_model(spec, megatron_config, padded_vocab_size=rows)
     load_hf_weights(chunks, weights, spec)
     return chunks
+
+
+def _leave_as_is(weight: Tensor) -> Tensor:
+    return weight
 
 
 def _reference(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from .groups import ParallelGroups
 def check_contract(model: Any, groups: ParallelGroups) -> None:
     """Raises `ContractError` unless gradients will come out as the contract says.
 
-    Checked: Megatron-Core's version; that `calculate_per_token_loss`, if on, is proven for this
+    Checked: Megatron-Core's version; that tensor-parallel weights are marked as such; that `calculate_per_token_loss`, if on, is proven for this
     model and was on when DDP was built; that gradients are reduced by Megatron's own
     DistributedDataParallel; that `finalize_model_grads_func` is set where ranks
     have to reduce something; that fp16 has a `grad_scale_func`.
@@ -26,6 +26,7 @@ def check_contract(model: Any, groups: ParallelGroups) -> None:
     config = model_config(model)
     check_flag(config)
     _check_wrapper(model, groups)
+    _check_marks(model, groups)
     ranks = groups.dp_cp.size() * groups.pp.size() * groups.tp.size()
     if ranks > 1 and config.finalize_model_grads_func is None:
         raise ContractError(
@@ -90,6 +91,31 @@ def _check_wrapper(model: Any, groups: ParallelGroups) -> None:
             f"the model is not wrapped in Megatron's DistributedDataParallel, but "
             f"{groups.dp_cp.size()} ranks share the data: their gradients would never be averaged."
         )
+
+
+def _check_marks(model: Any, groups: ParallelGroups) -> None:
+    """Megatron counts unmarked weights on the first tensor-parallel rank only."""
+    from megatron.core import tensor_parallel
+
+    sharded = (
+        tensor_parallel.ColumnParallelLinear,
+        tensor_parallel.RowParallelLinear,
+        tensor_parallel.VocabParallelEmbedding,
+    )
+    if groups.tp.size() == 1:
+        return
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, sharded) or weight is None or not weight.requires_grad:
+            continue
+        if not getattr(weight, "tensor_model_parallel", False):
+            raise ContractError(
+                f"{name}.weight is sharded over {groups.tp.size()} tensor-parallel ranks but not "
+                "marked so (weight.tensor_model_parallel): the gradient norm, and with it the "
+                "clipping, would leave out all shards but the first. This is what "
+                "perform_initialization=False does; keep it True and, to save time, pass an "
+                "init_method that returns its argument."
+            )
 
 
 def _check_ddp_flag(model: Any, groups: ParallelGroups, config: Any) -> None:

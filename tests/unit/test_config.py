@@ -157,8 +157,10 @@ def test_every_recipe_goes_on_top_of_a_run(path):
     if path.stem in NOT_FOR_THE_MAIN_JOB:
         assert "which rollouts do not carry" in problem_of(*overrides, path=FILES)
         return
-    config = load_config(FILES if no_rewards else DEMO, overrides)
-    assert config.optimizer.lr == 2e-5
+    base = FILES if no_rewards else DEMO
+    config = load_config(base, overrides)
+    assert config.run.steps == load_config(base).run.steps
+    assert config.loss.max_seq_len == 10
 
 
 def test_every_loss_has_a_recipe():

@@ -120,6 +120,18 @@ def test_generation_stops_early_when_all_responses_ended():
     assert len(calls) == max(lengths) < 20 and min(lengths) < max(lengths)
 
 
+def test_positions_count_from_the_first_token_of_each_prompt():
+    seen = []
+    model = copy.deepcopy(MODEL)
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    sampler(model, max_new_tokens=3, samples_per_prompt=1).generate(UNEQUAL[:3], step=0)
+    assert seen[0][:, -3:].tolist() == [[0, 1, 2], [0, 0, 0], [4, 5, 6]]
+    assert [p.flatten().tolist() for p in seen[1:]] == [[3, 1, 7], [4, 2, 8]][: len(seen) - 1]
+    assert len(seen) > 1
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_rank_that_samples_a_prompt_does_not_matter(num_ranks):
     whole = sampler(prompts_per_batch=2).generate(UNEQUAL, step=1)
