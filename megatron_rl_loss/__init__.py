@@ -23,13 +23,17 @@ _PUBLIC = {
     "MegatronRLLossError": "errors",
     "MicroBatchIterator": "mcore.micro_batches",
     "Objective": "losses.objective",
+    "OffPolicy": "losses.off_policy",
     "TokenLoss": "types",
     "build_optimizer": "mcore.optimizer",
     "check_contract": "mcore.guard",
+    "check_loss": "losses.contract_check",
+    "group_advantages": "ops.advantages",
     "kl_penalty": "ops.kl",
     "make_forward_step": "mcore.forward_step",
     "masked_sum": "ops.reduction",
     "normalize_advantages": "parallel.token_weights",
+    "preset_objective": "losses.presets",
     "reduce_metrics": "metrics",
     "schedule_factor": "mcore.scaling",
     "start_ranks": "mcore.ranks",
@@ -52,7 +56,10 @@ if TYPE_CHECKING:
         MegatronRLLossError,
     )
     from .logprobs.vocab_parallel import vocab_parallel_log_probs
+    from .losses.contract_check import check_loss
     from .losses.objective import Objective
+    from .losses.off_policy import OffPolicy
+    from .losses.presets import preset_objective
     from .losses.registry import LOSSES
     from .mcore.cpu import use_cpu_ranks
     from .mcore.forward_step import ForwardStep, make_forward_step
@@ -63,6 +70,7 @@ if TYPE_CHECKING:
     from .mcore.scaling import schedule_factor
     from .mcore.train_step import train_step
     from .metrics import reduce_metrics
+    from .ops.advantages import group_advantages
     from .ops.kl import kl_penalty
     from .ops.reduction import REDUCTIONS, masked_sum
     from .parallel.token_weights import normalize_advantages, token_weights

@@ -2,10 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .errors import InputError
+from .types import PER_TOKEN_FLOAT_FIELDS, ROW_FIELDS
+
+MAX_LOG_PROB = 1e-3  # rounding of 16-bit log-probs, no more
+
+
+def as_tensor(name: str, value: Any) -> Tensor:
+    """Returns `value` (a tensor, array or nested list of numbers) as a tensor.
+
+    Raises:
+        InputError: it is something else, such as a string.
+    """
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{name} must be a tensor or numbers, got {type(value).__name__}: {error}"
+        ) from None
+
+
+def integers(name: str, value: Any) -> Tensor:
+    """Returns `value` as int64. Raises `InputError` for floats and bools; nothing is rounded."""
+    tensor = as_tensor(name, value)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        raise InputError(f"{name} must be integers, got {tensor.dtype}.")
+    return tensor.long()
+
+
+def mapping_list(name: str, values: Any) -> list[Any]:
+    """Returns `values` as a list of dicts.
+
+    Raises:
+        InputError: it is a single dict, not a sequence, or an element is not a dict.
+    """
+    if isinstance(values, (dict, str, Tensor)) or not hasattr(values, "__iter__"):
+        raise InputError(
+            f"{name} must be a sequence of dicts, got {type(values).__name__}"
+            f"{'; put it into a list' if isinstance(values, dict) else ''}."
+        )
+    values = list(values)
+    for i, value in enumerate(values):
+        if not hasattr(value, "items"):
+            raise InputError(f"{name}: element {i} must be a dict, got {type(value).__name__}.")
+    return values
+
+
+def check_same_fields(name: str, mappings: Sequence[Any]) -> None:
+    """Raises `InputError` unless the fields that are never derived are in all dicts or in none."""
+    fields = {*PER_TOKEN_FLOAT_FIELDS, *ROW_FIELDS}
+    for i, mapping in enumerate(mappings):
+        different = (set(mapping) ^ set(mappings[0])) & fields
+        if different:
+            raise InputError(
+                f"{name} {i} and {name} 0 do not have the same fields: only one of them has "
+                f"{', '.join(map(repr, sorted(different)))}. Give every {name} of the mini-batch "
+                "the same fields."
+            )
 
 
 def check_loss_mask(loss_mask: Tensor) -> None:
@@ -44,6 +103,22 @@ def per_token(name: str, tensor: Tensor, loss_mask: Tensor) -> Tensor:
     raise InputError(
         f"{name} has shape {tuple(tensor.shape)}; expected {tuple(loss_mask.shape)} (like "
         f"loss_mask) or ({loss_mask.shape[0]},) (one per row)."
+    )
+
+
+def check_log_probs(name: str, tensor: Tensor, loss_mask: Tensor) -> None:
+    """Raises `InputError` naming the first trained position whose log-prob is above 0.
+
+    Reads a value, so it waits for the device; call it on CPU tensors.
+    """
+    bad = loss_mask & (tensor > MAX_LOG_PROB)
+    if not bool(bad.any()):
+        return
+    row, position = (int(x) for x in bad.nonzero()[0])
+    raise InputError(
+        f"{name} is {tensor[row, position].item():.6g} at row {row}, position {position}, but a "
+        "log-prob is at most 0. Pass natural logarithms of probabilities, not probabilities, "
+        "negated log-probs or logits."
     )
 
 

@@ -13,13 +13,16 @@ A mean or extreme over no token at all is reported as 0.
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import ContractError
+from .errors import ContractError, InputError
+from .ops.precision import at_least_fp32
 
 SUM_METRICS = ("loss", "policy_loss", "kl_loss", "entropy_loss", "num_tokens")
 
@@ -27,24 +30,24 @@ MetricTensors = dict[str, Tensor]
 
 
 def mean_pair(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns [sum of `values` where `mask`, number of True], fp32, constant.
+    """Returns [sum of `values` where `mask`, number of True], fp32 (fp64 for fp64), constant.
 
     >>> mean_pair(torch.tensor([2.0, float("nan")]), torch.tensor([True, False]))
     tensor([2., 1.])
     """
-    total = torch.where(mask, values.detach().float(), 0.0).sum()
-    return torch.stack([total, mask.sum().float()])
+    total = torch.where(mask, at_least_fp32(values.detach()), 0.0).sum()
+    return torch.stack([total, mask.sum().to(total.dtype)])
 
 
 def sum_pair(total: Tensor, share: float) -> Tensor:
     """Returns [total, share] for a sum metric, as a copy: Megatron scales the loss in place."""
-    value = total.detach().float()
+    value = at_least_fp32(total.detach())
     return torch.stack([value, value.new_tensor(share)])
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
     """Returns the largest value where `mask` as [1], -inf if there is none; constant."""
-    return torch.where(mask, values.detach().float(), -torch.inf).amax().reshape(1)
+    return torch.where(mask, at_least_fp32(values.detach()), -torch.inf).amax().reshape(1)
 
 
 def reduce_metrics(
@@ -65,15 +68,17 @@ def reduce_metrics(
     Raises:
         ContractError: no micro-batch ran, or the shares of the loss do not add up to `num_calls`:
             then the schedule ran another number of micro-batches than the factor was made for.
+            Or micro-batches or ranks report different metrics.
+        InputError: the loss is not finite. Call this before the optimizer step.
 
-    Communicates: one SUM and one MAX all-reduce over `dp_cp_group`.
+    Communicates: two MAX and one SUM all-reduce over `dp_cp_group`, all small.
     """
     if not micro_batch_metrics:
         raise ContractError(
             "the schedule returned no metrics; call reduce_metrics on the last pipeline stage, "
             "after a call with at least one micro-batch."
         )
-    names = sorted(micro_batch_metrics[0])
+    names = _names(micro_batch_metrics, dp_cp_group)
     pairs = [name for name in names if not name.endswith(("_max", "_min"))]
     extremes = [name for name in names if name.endswith(("_max", "_min"))]
     sums = _sum_pairs(micro_batch_metrics, pairs)
@@ -84,7 +89,36 @@ def reduce_metrics(
     metrics = dict(zip(pairs, _divide(pairs, sums.tolist(), num_calls)))
     for name, top in zip(extremes, tops.tolist()):
         metrics[name] = 0.0 if top == -torch.inf else _signed(name, top)
+    _check_loss_is_finite(metrics)
     return metrics | _ratios_of_means(metrics)
+
+
+def _names(
+    micro_batches: Sequence[Mapping[str, Tensor]], group: dist.ProcessGroup | None
+) -> list[str]:
+    """Returns the metrics' names, the same in every micro-batch and on every rank."""
+    names = {tuple(sorted(metrics)) for metrics in micro_batches}
+    code = zlib.crc32(repr(sorted(names)).encode())
+    device = next(iter(micro_batches[0].values())).device
+    ends = torch.tensor([code, -code], dtype=torch.float64, device=device)
+    if group is not None:
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    if len(names) > 1 or float(ends.sum()):
+        raise ContractError(
+            "the micro-batches (here or on another rank) do not all report the same metrics; here: "
+            f"{'; or '.join(', '.join(each) for each in sorted(names))}. Give every micro-batch "
+            "of the mini-batch the same optional fields (ref_log_probs, rollout_log_probs, ...)."
+        )
+    return list(names.pop())
+
+
+def _check_loss_is_finite(metrics: Mapping[str, float]) -> None:
+    if not math.isfinite(metrics.get("loss", 0.0)):
+        raise InputError(
+            f"the loss is {metrics['loss']}: the model's log-probs are not finite at a trained "
+            "position. No weight was changed. Look for NaN in the weights, a learning rate that is "
+            "too high, or rollouts from another model."
+        )
 
 
 def _ratios_of_means(metrics: Mapping[str, float]) -> dict[str, float]:

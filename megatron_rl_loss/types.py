@@ -25,6 +25,9 @@ PER_TOKEN_FLOAT_FIELDS = (
     "old_values",
     "rollout_is_weights",
 )
+LOG_PROB_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs")
+# may also be [rows]: one value for the whole sequence
+PER_ROW_OR_TOKEN_FIELDS = ("loss_weights", "advantages", "returns", "rollout_is_weights")
 MASK_FIELDS = ("loss_mask", "attention_mask")
 ROW_FIELDS = ("group_ids",)
 PACKING_FIELDS = ("cu_seqlens", "cu_seqlens_padded")
@@ -58,6 +61,8 @@ def glossary_names(micro_batch: Mapping[str, Any]) -> MicroBatch:
     >>> glossary_names({"input_ids": 1, "response_mask": 2})
     {'tokens': 1, 'loss_mask': 2}
     """
+    if not hasattr(micro_batch, "items"):
+        raise InputError(f"a micro-batch must be a dict, got {type(micro_batch).__name__}.")
     renamed: MicroBatch = {}
     for name, value in micro_batch.items():
         known = ALIASES.get(name, name)

@@ -62,6 +62,10 @@ class Objective:
 
     def __post_init__(self) -> None:
         check_settings(self.spec, dict(self.loss_settings))
+        for name in ("kl_coef", "entropy_coef", "entropy_max"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (int, float)):
+                raise ConfigError(f"{name} must be a number, got {value!r}.")
         check_kl_estimator(self.kl_estimator, is_weighted=self.kl_is_weighted)
         if not 0.0 <= self.kl_coef < float("inf"):
             raise ConfigError(f"kl_coef must be finite and >= 0, got {self.kl_coef}.")
@@ -71,6 +75,11 @@ class Objective:
             raise ConfigError(f"entropy_max must be > 0 nats, got {self.entropy_max}.")
         if isinstance(self.off_policy, Mapping):
             object.__setattr__(self, "off_policy", _off_policy(self.off_policy))
+        if self.off_policy is not None and not isinstance(self.off_policy, OffPolicy):
+            raise ConfigError(
+                "off_policy must be an OffPolicy, a dict of its settings or None, got "
+                f"{self.off_policy!r}."
+            )
         self._try_out()
 
     @property

@@ -9,11 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_finite, check_loss_mask, check_same_shape, per_token
+from ..checks import (
+    as_tensor,
+    check_finite,
+    check_log_probs,
+    check_loss_mask,
+    check_same_shape,
+    integers,
+    per_token,
+)
 from ..errors import InputError
 from ..parallel.context_parallel import sequence_multiple, zigzag_split
-from ..types import PER_TOKEN_FLOAT_FIELDS, glossary_names
+from ..types import (
+    LOG_PROB_FIELDS,
+    PER_ROW_OR_TOKEN_FIELDS,
+    PER_TOKEN_FLOAT_FIELDS,
+    glossary_names,
+)
 from . import compat
+from .batch_checks import check_attention_mask, check_present, check_shifted, check_token_ids
 from .groups import ParallelGroups
 from .guard import model_config
 from .packed import PackedRow, packed_row
@@ -69,6 +83,7 @@ def make_rank_batch(
         micro_batch,
         needs=needs,
         device=next(model.parameters()).device,
+        vocab_size=_vocab_size(model),
         seq_multiple=sequence_multiple(tp_size, groups.cp.size()),
         cp_rank=groups.cp.rank(),
         cp_size=groups.cp.size(),
@@ -83,6 +98,7 @@ def make_token_batch(
     seq_multiple: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
+    vocab_size: int | None = None,
 ) -> TokenBatch:
     """Checks a micro-batch, fills in what can be derived, and takes this rank's slice of it.
 
@@ -91,32 +107,37 @@ def make_token_batch(
     is True).
 
     Args:
-        micro_batch: tensors by glossary name (or an alias), whole rows [rows, S]; per-token floats
-            may also be [rows]. With `cu_seqlens` it is one packed row (see `pack_sequences`).
+        micro_batch: tensors by glossary name (or an alias), whole rows [rows, S];
+            `PER_ROW_OR_TOKEN_FIELDS` may also be [rows]. With `cu_seqlens` it is one packed row
+            (see `pack_sequences`).
         needs: names that must be there for the loss.
         device: where the result goes; None leaves tensors where they are.
         seq_multiple: S must be a multiple of it (sequence and context parallelism).
         cp_rank, cp_size: which slice of the rows this context-parallel rank takes.
+        vocab_size: token ids are below it (padding columns included); None: not checked.
 
     Raises:
         InputError: a tensor is missing, has a wrong shape or dtype, or (checked when it arrives on
-            the CPU, so that no device is waited for) is not finite at a trained position.
+            the CPU, so that no device is waited for) holds at a trained position what cannot be
+            right: a value that is not finite, a log-prob above 0, labels that are not shifted.
     """
     given = {k: v for k, v in glossary_names(micro_batch).items() if v is not None}
-    tokens = _tokens(given, seq_multiple)
+    tokens = _tokens(given, seq_multiple, vocab_size)
     packed = packed_row(given, tokens)
-    _check_attention_mask(given, packed, cp_size)
+    check_attention_mask(given, tokens, packed, cp_size)
     loss_mask, weights = _mask_and_weights(given, tokens)
     labels = _labels(given, tokens, loss_mask, packed)
     tensors = {
-        name: per_token(name, torch.as_tensor(given[name]), loss_mask).float()
+        name: _floats(name, given[name], loss_mask)
         for name in PER_TOKEN_FLOAT_FIELDS
         if name in given and name != "loss_weights"
     }
-    _check_present(needs, tensors)
+    check_present(needs, tensors)
     for name, tensor in {**tensors, "loss_weights": weights}.items():
         if name in _FINITE_FIELDS and tensor.device.type == "cpu":
             check_finite(name, tensor, loss_mask)
+        if name in LOG_PROB_FIELDS and tensor.device.type == "cpu":
+            check_log_probs(name, tensor, loss_mask)
     batch = TokenBatch(
         tokens, labels, _position_ids(given, tokens, packed), given.get("attention_mask"),
         loss_mask, weights, "loss_weights" in given, tensors, packed,
@@ -126,49 +147,61 @@ def make_token_batch(
     return batch if device is None else _to(batch, device)
 
 
-def _tokens(given: Mapping[str, Any], seq_multiple: int) -> Tensor:
+def _floats(name: str, value: Any, loss_mask: Tensor) -> Tensor:
+    tensor = as_tensor(name, value)
+    if name in PER_ROW_OR_TOKEN_FIELDS:
+        return per_token(name, tensor, loss_mask).float()
+    check_same_shape(name, tensor, "loss_mask", loss_mask)
+    return tensor.float()
+
+
+def _vocab_size(model: Any) -> int | None:
+    """Returns the padded vocabulary of a wrapped or bare GPTModel."""
+    while model is not None and not hasattr(model, "vocab_size"):
+        model = getattr(model, "module", None)
+    return getattr(model, "vocab_size", None)
+
+
+def _tokens(given: Mapping[str, Any], seq_multiple: int, vocab_size: int | None) -> Tensor:
     if "tokens" not in given:
         raise InputError(f"micro-batch has no 'tokens'; it has: {', '.join(given) or 'nothing'}.")
-    tokens = torch.as_tensor(given["tokens"])
-    if tokens.dim() != 2 or tokens.is_floating_point():
+    tokens = integers("tokens", given["tokens"])
+    if tokens.dim() != 2 or not tokens.numel():
         raise InputError(
-            f"tokens must be integer [rows, S], got {tokens.dtype} {tuple(tokens.shape)}."
+            f"tokens must be [rows, S] with at least one row and one token, got "
+            f"{tuple(tokens.shape)}. A rank without data runs a row whose mask is all False."
         )
+    check_token_ids(tokens, vocab_size)
     if tokens.shape[1] % seq_multiple:
         raise InputError(
             f"the sequence length {tokens.shape[1]} is not a multiple of {seq_multiple}, which "
             "sequence (tp) or context (2 * cp) parallelism needs; pad rows on the right with mask "
             "False."
         )
-    return tokens.long()
+    return tokens
 
 
 def _mask_and_weights(given: Mapping[str, Any], tokens: Tensor) -> tuple[Tensor, Tensor]:
     weights = given.get("loss_weights")
     if "loss_mask" not in given and weights is None:
         raise InputError("micro-batch needs 'loss_mask' (bool) or 'loss_weights' (float).")
-    loss_mask = torch.as_tensor(given["loss_mask"] if "loss_mask" in given else weights != 0)
+    if weights is not None:
+        weights = as_tensor("loss_weights", weights)
+    loss_mask = as_tensor("loss_mask", given["loss_mask"]) if "loss_mask" in given else weights != 0
     check_loss_mask(loss_mask)
     check_same_shape("loss_mask", loss_mask, "tokens", tokens)
     if weights is None:
         return loss_mask, loss_mask.float()
-    return loss_mask, per_token("loss_weights", torch.as_tensor(weights), loss_mask).float()
-
-
-def _check_attention_mask(given: Mapping[str, Any], packed: PackedRow | None, cp_size: int) -> None:
-    if "attention_mask" in given and (packed is not None or cp_size > 1):
-        raise InputError(
-            "attention_mask works neither with packed sequences nor with context parallelism; "
-            "leave it out: padding on the right needs none under causal attention."
-        )
+    return loss_mask, per_token("loss_weights", weights, loss_mask).float()
 
 
 def _labels(
     given: Mapping[str, Any], tokens: Tensor, loss_mask: Tensor, packed: PackedRow | None
 ) -> Tensor:
     if "labels" in given:
-        labels = torch.as_tensor(given["labels"]).long()
+        labels = integers("labels", given["labels"])
         check_same_shape("labels", labels, "tokens", tokens)
+        check_shifted(labels, tokens, loss_mask)
         return labels
     last = [tokens.shape[1] - 1] if packed is None else packed.last_positions
     if loss_mask.device.type == "cpu" and bool(loss_mask[:, last].any()):
@@ -190,24 +223,9 @@ def _position_ids(given: Mapping[str, Any], tokens: Tensor, packed: PackedRow | 
         return packed.position_ids(tokens.device)
     if position_ids is None:
         return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    position_ids = integers("position_ids", position_ids)
     check_same_shape("position_ids", position_ids, "tokens", tokens)
     return position_ids
-
-
-def _check_present(needs: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
-    missing = [name for name in needs if name not in tensors]
-    if not missing:
-        return
-    hint = ""
-    if "old_log_probs" in missing:
-        hint = (
-            " old_log_probs are the trainer's log-probs before the first step on this batch; "
-            "on_policy=True takes the current ones when a batch is used for one step only."
-        )
-    raise InputError(
-        f"micro-batch lacks {', '.join(map(repr, missing))}, which the loss reads; it has: "
-        f"{', '.join(tensors) or 'no per-token floats'}.{hint}"
-    )
 
 
 def _slice(batch: TokenBatch, cp_rank: int, cp_size: int) -> TokenBatch:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..checks import check_same_fields, integers, mapping_list
 from ..errors import InputError
 from ..parallel.packing import pack_sequences, pad_sequences
 from ..parallel.token_weights import token_weights
@@ -39,7 +40,8 @@ def with_sequence_weights(
 
     Communicates: as `token_weights`.
     """
-    named = [glossary_names(sequence) for sequence in sequences]
+    named = [glossary_names(sequence) for sequence in mapping_list("sequences", sequences)]
+    check_same_fields("sequence", named)
     for i, sequence in enumerate(named):
         if "loss_mask" not in sequence or "loss_weights" in sequence:
             have = "no 'loss_mask'" if "loss_mask" not in sequence else "'loss_weights' already"
@@ -47,7 +49,9 @@ def with_sequence_weights(
     masks = [torch.as_tensor(sequence["loss_mask"]) for sequence in named]
     group_ids = None
     if named and all("group_ids" in sequence for sequence in named):
-        group_ids = torch.tensor([int(sequence["group_ids"]) for sequence in named])
+        group_ids = torch.stack(
+            [integers("group_ids", sequence["group_ids"]) for sequence in named]
+        )
     weights = token_weights(
         torch.nn.utils.rnn.pad_sequence(masks, batch_first=True),
         reduction,

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_same_fields, mapping_list
 from ..errors import ConfigError, InputError
 from ..logprobs.vocab_parallel import vocab_parallel_log_probs
 from ..losses.objective import Objective
 from ..losses.off_policy import OffPolicy
 from ..ops.sequences import Sequences
 from ..parallel.sequence_sums import make_sequences
-from ..types import TokenLoss
+from ..types import TokenLoss, glossary_names
 from .batch import TokenBatch, make_rank_batch, make_token_batch
 from .groups import ParallelGroups, parallel_groups
 from .guard import check_contract, model_config, per_token_flag
@@ -151,6 +152,8 @@ class ForwardStep:
 
     def check(self, micro_batches: Iterable[Mapping[str, Any]]) -> None:
         """Raises `InputError` if a micro-batch is wrong, naming its number; runs nothing."""
+        micro_batches = mapping_list("micro_batches", micro_batches)
+        check_same_fields("micro-batch", [glossary_names(batch) for batch in micro_batches])
         for i, micro_batch in enumerate(micro_batches):
             try:
                 batch = make_token_batch(micro_batch, needs=self.objective.needs)

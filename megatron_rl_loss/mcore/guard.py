@@ -13,10 +13,11 @@ from .groups import ParallelGroups
 def check_contract(model: Any, groups: ParallelGroups) -> None:
     """Raises `ContractError` unless gradients will come out as the contract says.
 
-    Checked: Megatron-Core's version; that tensor-parallel weights are marked as such; that `calculate_per_token_loss`, if on, is proven for this
-    model and was on when DDP was built; that gradients are reduced by Megatron's own
-    DistributedDataParallel; that `finalize_model_grads_func` is set where ranks
-    have to reduce something; that fp16 has a `grad_scale_func`.
+    Checked: Megatron-Core's version; that tensor-parallel weights are marked as such; that
+    `calculate_per_token_loss`, if on, is proven for this model and was on when DDP was built; that
+    gradients are reduced by Megatron's own DistributedDataParallel; that
+    `finalize_model_grads_func` is set where ranks have to reduce something; that fp16 has a
+    `grad_scale_func`.
 
     Args:
         model: the model (chunk) that the schedule hands to the forward step, as it is wrapped.

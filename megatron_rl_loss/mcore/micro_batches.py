@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..checks import as_tensor, check_loss_mask, check_same_fields, mapping_list
 from ..errors import ContractError, InputError
 from ..parallel.token_weights import token_weights
 from ..types import MicroBatch, glossary_names
@@ -20,6 +21,7 @@ class MicroBatchIterator:
     """
 
     def __init__(self, micro_batches: Sequence[Mapping[str, Any]]) -> None:
+        micro_batches = mapping_list("micro_batches", micro_batches)
         self.num_microbatches = len(micro_batches)
         self._iterator = iter(micro_batches)
 
@@ -79,14 +81,17 @@ def with_loss_weights(
 
     Communicates: as `token_weights`.
     """
-    batches = [glossary_names(m) for m in micro_batches]
+    batches = [glossary_names(m) for m in mapping_list("micro_batches", micro_batches)]
     _check_weightless(batches)
-    masks = [torch.as_tensor(batch["loss_mask"]) for batch in batches]
+    check_same_fields("micro-batch", batches)
+    masks = [as_tensor("loss_mask", batch["loss_mask"]) for batch in batches]
+    for mask in masks:
+        check_loss_mask(mask)
     rows = [len(mask) for mask in masks]
     width = max(mask.shape[1] for mask in masks)
     group_ids = None
     if all("group_ids" in batch for batch in batches):
-        group_ids = torch.cat([torch.as_tensor(batch["group_ids"]) for batch in batches])
+        group_ids = torch.cat([as_tensor("group_ids", batch["group_ids"]) for batch in batches])
     weights = token_weights(
         torch.cat([torch.nn.functional.pad(mask, (0, width - mask.shape[1])) for mask in masks]),
         reduction,

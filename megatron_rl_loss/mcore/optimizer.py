@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..errors import ConfigError
 from .guard import model_config
 
 
@@ -19,6 +20,9 @@ def wrap_with_ddp(
 
     Gradients are accumulated and reduced in fp32. Sets `finalize_model_grads_func` (and, with
     overlap, the hooks) on the config that the schedule reads.
+
+    Raises:
+        ConfigError: `chunks` is not a list of models, or they are wrapped already.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -27,6 +31,7 @@ def wrap_with_ddp(
     )
     from megatron.core.transformer.module import Float16Module
 
+    _check_bare(chunks, DistributedDataParallel)
     config = model_config(chunks[0])
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -46,6 +51,16 @@ def wrap_with_ddp(
         if len(wrapped) == 1:
             config.no_sync_func = config.no_sync_func[0]
     return wrapped
+
+
+def _check_bare(chunks: Any, wrapper: type) -> None:
+    if not isinstance(chunks, (list, tuple)) or not chunks:
+        raise ConfigError(
+            "expected a list of model chunks, one per virtual pipeline stage, got "
+            f"{type(chunks).__name__}; put a single model into a list."
+        )
+    if any(isinstance(chunk, wrapper) for chunk in chunks):
+        raise ConfigError("the chunks are wrapped in DistributedDataParallel already; do it once.")
 
 
 def build_optimizer(

@@ -35,8 +35,15 @@ def start_ranks(
         The device of this rank.
 
     Raises:
-        LayoutError: the world size does not fit the parallel sizes.
+        LayoutError: the world size does not fit the parallel sizes, or there are groups already.
     """
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        raise LayoutError(
+            "Megatron's parallel groups exist already in this process; call start_ranks once, or "
+            "stop_ranks() before other sizes."
+        )
     device = _device()
     if not dist.is_initialized():
         _join_world(device, timeout_s)
@@ -46,7 +53,6 @@ def start_ranks(
         expert_model_parallel_size * (expert_tensor_parallel_size or tensor_model_parallel_size)
         * pipeline_model_parallel_size,
     )  # fmt: skip
-    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel(

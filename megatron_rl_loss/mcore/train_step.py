@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ContractError, InputError, LayoutError
+from ..errors import ContractError, LayoutError, MegatronRLLossError
 from ..metrics import reduce_metrics
 from ..parallel.agreement import raise_together
 from .forward_step import ForwardStep
@@ -126,7 +126,6 @@ def train_step(
     optimizer.zero_grad()
     collected = run_forward_backward(forward_step, chunks, micro_batches)
     metrics = share_metrics(collected, groups)
-    check_loss_is_finite(metrics)
     updated, grad_norm, _ = optimizer.step()
     if updated and scheduler is not None:
         scheduler.step(increment=1)
@@ -144,7 +143,7 @@ def share_metrics(
     if groups.is_last_pipeline_stage:
         try:
             box[0] = reduce_metrics(collected, dp_cp_group=groups.dp_cp)
-        except ContractError as error:
+        except MegatronRLLossError as error:
             box[0] = error  # the other stages wait for the broadcast: raise on all of them
     if groups.pp.size() > 1:
         last = dist.get_global_rank(groups.pp, groups.pp.size() - 1)
@@ -152,13 +151,3 @@ def share_metrics(
     if isinstance(box[0], Exception):
         raise box[0]
     return box[0]
-
-
-def check_loss_is_finite(metrics: Mapping[str, float]) -> None:
-    """Raises `InputError` if the loss is NaN or inf; every rank sees the same value."""
-    if not math.isfinite(metrics["loss"]):
-        raise InputError(
-            f"the loss is {metrics['loss']}: the model's log-probs are not finite at a trained "
-            "position. No weight was changed. Look for NaN in the weights, a learning rate that is "
-            "too high, or rollouts from another model."
-        )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, InputError
+from .precision import at_least_fp32
 
 REDUCTIONS = (
     "token_mean",
@@ -108,7 +109,7 @@ def weights_from_counts(
 
 
 def masked_sum(token_loss: Tensor, loss_weights: Tensor) -> Tensor:
-    """Returns sum_t w_t * l_t, a 0-dimensional fp32 tensor.
+    """Returns sum_t w_t * l_t, a 0-dimensional tensor, fp32 (fp64 for an fp64 loss).
 
     A position with weight 0 adds exactly 0 to the value and to every gradient, whatever
     `token_loss` holds there (NaN and inf included).
@@ -128,5 +129,5 @@ def masked_sum(token_loss: Tensor, loss_weights: Tensor) -> Tensor:
             f"token_loss has shape {tuple(token_loss.shape)} but loss_weights has "
             f"{tuple(loss_weights.shape)}; both must have one entry per token."
         )
-    weights = loss_weights.detach().float()
-    return (torch.where(weights != 0, token_loss.float(), 0.0) * weights).sum()
+    weights = at_least_fp32(loss_weights.detach())
+    return (torch.where(weights != 0, at_least_fp32(token_loss), 0.0) * weights).sum()

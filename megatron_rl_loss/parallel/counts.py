@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks import integers
 from ..errors import InputError
 from ..ops.reduction import GlobalCounts
 
@@ -64,13 +65,13 @@ def global_counts(
 def _row_ids(ids: Tensor | None, row_tokens: Tensor, name: str, reduction: str) -> Tensor:
     if ids is None:
         raise InputError(f"reduction {reduction!r} needs {name}: one integer per row.")
-    ids = torch.as_tensor(ids, device=row_tokens.device)
+    ids = integers(name, ids).to(row_tokens.device)
     if ids.shape != row_tokens.shape:
         raise InputError(
             f"{name} has shape {tuple(ids.shape)}, expected one integer per row: "
             f"{tuple(row_tokens.shape)}."
         )
-    return ids.long()
+    return ids
 
 
 def _per_id(ids: Tensor, row_tokens: Tensor) -> tuple[int, Tensor]:

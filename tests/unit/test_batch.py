@@ -80,7 +80,7 @@ def test_a_length_that_parallelism_cannot_split_is_refused():
 
 
 def test_weights_of_a_mini_batch_cover_micro_batches_of_any_width():
-    narrow = {"tokens": TOKENS[:, :3], "loss_mask": MASK[:, :3]}
+    narrow = batch(tokens=TOKENS[:, :3], loss_mask=MASK[:, :3])
     weighted = with_loss_weights([batch(), narrow], "token_mean")
     assert [tuple(w["loss_weights"].shape) for w in weighted] == [(2, 5), (2, 3)]
     assert weighted[0]["loss_weights"].max().item() == pytest.approx(1 / 7)
@@ -99,5 +99,83 @@ def test_weights_are_made_once():
 
 
 def test_the_iterator_knows_its_number():
-    iterator = MicroBatchIterator([1, 2, 3])
-    assert iterator.num_microbatches == 3 and list(iterator) == [1, 2, 3]
+    batches = [batch(), batch(), batch()]
+    iterator = MicroBatchIterator(each for each in batches)
+    assert iterator.num_microbatches == 3 and list(iterator) == batches
+
+
+LOG_PROBS = torch.full(MASK.shape, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": TOKENS.float()}, "tokens must be integers, got torch.float32"),
+        ({"tokens": MASK}, "tokens must be integers, got torch.bool"),
+        ({"tokens": "hello"}, "tokens must be a tensor or numbers, got str"),
+        ({"tokens": TOKENS[:0], "loss_mask": MASK[:0]}, "at least one row"),
+        ({"tokens": TOKENS - 3}, "tokens is -3 at row 0, position 0"),
+        ({"labels": TOKENS.float()}, "labels must be integers"),
+        ({"labels": TOKENS}, "not shifted"),
+        ({"position_ids": TOKENS.float()}, "position_ids must be integers"),
+        ({"position_ids": "abc"}, "position_ids must be a tensor or numbers"),
+        ({"attention_mask": torch.ones(2, 5)}, r"bool, \(2, 1, 5, 5\)"),
+        ({"attention_mask": torch.ones(2, 1, 5, 5)}, "got torch.float32"),
+        ({"loss_mask": MASK.tolist()[:1]}, r"loss_mask has shape \(1, 5\)"),
+        ({"loss_weights": "mean"}, "loss_weights must be a tensor or numbers, got str"),
+        ({"old_log_probs": torch.ones(2)}, r"old_log_probs has shape \(2,\)"),
+        ({"ref_log_probs": -LOG_PROBS}, "ref_log_probs is 1 at row 0, position 1.*at most 0"),
+        ({"old_log_probs": LOG_PROBS.exp()}, "old_log_probs is 0.36.*not probabilities"),
+        ({"rollout_log_probs": -LOG_PROBS}, "rollout_log_probs is 1"),
+        ({"teacher_log_probs": -LOG_PROBS}, "teacher_log_probs is 1"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(changes, words):
+    with pytest.raises(InputError, match=words):
+        make_token_batch(batch(**changes))
+
+
+def test_log_probs_may_round_above_zero_and_be_anything_where_masked():
+    make_token_batch(batch(old_log_probs=torch.where(MASK, 1e-4, 5.0)))
+
+
+def test_repeated_tokens_are_shifted_labels_all_the_same():
+    same = torch.full_like(TOKENS, 7)
+    make_token_batch(batch(tokens=same, labels=same))
+
+
+def test_one_value_per_row_is_for_whole_sequence_quantities():
+    made = make_token_batch(batch(loss_weights=torch.tensor([0.5, 2.0])))
+    assert made.loss_weights[:, 0].tolist() == [0.5, 2.0]
+
+
+def test_token_ids_outside_the_vocabulary_are_refused():
+    make_token_batch(batch(), vocab_size=10)
+    with pytest.raises(InputError, match="tokens is 9 at row 1, position 4.*vocabulary of 9"):
+        make_token_batch(batch(), vocab_size=9)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (batch(), "sequence of dicts, got dict; put it into a list"),
+        ("batch", "sequence of dicts, got str"),
+        (None, "sequence of dicts, got NoneType"),
+        ([1, 2], "element 0 must be a dict, got int"),
+    ],
+)
+def test_micro_batches_are_a_sequence_of_dicts(given, words):
+    with pytest.raises(InputError, match=words):
+        MicroBatchIterator(given)
+    with pytest.raises(InputError, match=words):
+        with_loss_weights(given, "sum")
+
+
+def test_weights_need_the_same_fields_in_every_micro_batch():
+    with pytest.raises(InputError, match="micro-batch 1 and micro-batch 0.*'ref_log_probs'"):
+        with_loss_weights([batch(), batch(ref_log_probs=LOG_PROBS)], "sum")
+
+
+def test_masks_of_another_kind_are_refused_before_weights_are_made():
+    with pytest.raises(InputError, match="must be bool"):
+        with_loss_weights([batch(loss_mask=MASK.float())], "token_mean")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_rl_loss import ContractError, reduce_metrics
+from megatron_rl_loss import ContractError, InputError, reduce_metrics
 from megatron_rl_loss.metrics import masked_max, mean_pair, sum_pair
 
 
@@ -52,3 +52,19 @@ def test_a_wrong_number_of_micro_batches_is_noticed():  # C03
         reduce_metrics([micro(1.0, 0.25), micro(1.0, 0.25)])
     with pytest.raises(ContractError, match="no metrics"):
         reduce_metrics([])
+
+
+def test_a_loss_that_is_not_finite_is_refused():
+    with pytest.raises(InputError, match="the loss is nan.*No weight was changed"):
+        reduce_metrics([micro(float("nan"), 1.0)])
+
+
+def test_micro_batches_with_different_metrics_are_refused():
+    other = micro(1.0, 0.5) | {"kl": torch.tensor([1.0, 1.0])}
+    with pytest.raises(ContractError, match="do not all report the same metrics"):
+        reduce_metrics([micro(1.0, 0.5), other])
+
+
+def test_double_precision_stays():
+    pair = mean_pair(torch.tensor([1.0, 1e-12], dtype=torch.float64), torch.tensor([True, True]))
+    assert pair[0].item() == 1.0 + 1e-12

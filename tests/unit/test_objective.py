@@ -179,3 +179,15 @@ def test_missing_tensors_are_named():
 def test_a_kl_with_old_log_probs_only_for_its_weight_names_them():
     objective = Objective("policy_gradient", kl_coef=0.1, kl_is_weighted=True)
     assert objective.needs == ("advantages", "ref_log_probs", "old_log_probs")
+
+
+@pytest.mark.parametrize("value", ["tis", 3, [("is_level", "token")]])
+def test_an_off_policy_of_another_type_is_refused(value):
+    with pytest.raises(ConfigError, match="off_policy must be an OffPolicy, a dict"):
+        Objective(off_policy=value)
+
+
+@pytest.mark.parametrize("name", ["kl_coef", "entropy_coef", "entropy_max"])
+def test_coefficients_are_numbers(name):
+    with pytest.raises(ConfigError, match=f"{name} must be a number, got '0.1'"):
+        Objective(**{name: "0.1"})

@@ -123,9 +123,14 @@ def test_normalize_advantages_ignores_anything_at_masked_positions():  # C10
         (lambda: token_weights(MASK, "prompt_mean"), InputError, "group_ids"),
         (lambda: token_weights(MASK, "token_mean_legacy"), InputError, "micro_batch_ids"),
         (
-            lambda: token_weights(MASK, "prompt_mean", group_ids=torch.zeros(2)),
+            lambda: token_weights(MASK, "prompt_mean", group_ids=torch.zeros(2).long()),
             InputError,
             r"\(2,\)",
+        ),
+        (
+            lambda: token_weights(MASK, "prompt_mean", group_ids=torch.tensor([0.2, 0.7, 1.0])),
+            InputError,
+            "group_ids must be integers, got torch.float32",
         ),
         (lambda: token_weights(MASK.float(), "sum"), InputError, "bool"),
         (lambda: token_weights(MASK[0], "sum"), InputError, r"\[rows, S\]"),
