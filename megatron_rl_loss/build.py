@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .config.schema import Config
 from .config.validate import rollouts_per_step
+from .errors import InputError
 from .mcore.forward_step import ForwardStep, make_forward_step
 from .mcore.groups import parallel_groups
 from .mcore.model import build_gpt_model, padded_vocab_size, transformer_config
@@ -23,7 +25,7 @@ from .ops.advantages import group_advantages
 from .parallel.whitening import whiten
 from .rollout_source import FileRollouts, RolloutSource, SampledRollouts
 from .rollouts.files import RolloutFiles
-from .rollouts.hf_model import load_hf_model
+from .rollouts.hf_model import check_hf_model, load_hf_model
 from .rollouts.prompts import PromptFile, PromptSource
 from .rollouts.rewards import ReasoningGymTask, RewardFn, load_reward_fn
 from .rollouts.sampler import Sampler
@@ -54,6 +56,19 @@ def build_job(config: Config) -> Job:
     trainer = build_trainer(config, spec, weights)
     source = build_source(config, spec, trainer, hf_model, tokenizer)
     return Job(trainer, source, spec, hf_model.config)
+
+
+def check_inputs(config: Config) -> None:
+    """Raises if a file, task or reward function of the config is not there; loads no model.
+
+    Raises:
+        InputError, ConfigError: naming what is missing.
+    """
+    check_hf_model(config.model.path)
+    if config.rollouts.source == "sampler":
+        build_task(config)
+    elif not Path(config.rollouts.path).exists():
+        raise InputError(f"rollouts.path {config.rollouts.path}: no such file or folder.")
 
 
 def build_trainer(config: Config, spec: ModelSpec, weights: Any) -> Trainer:

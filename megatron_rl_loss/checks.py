@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import InputError
-from .types import PER_TOKEN_FLOAT_FIELDS, ROW_FIELDS
 
 MAX_LOG_PROB = 1e-3  # rounding of 16-bit log-probs, no more
 
@@ -52,19 +50,6 @@ def mapping_list(name: str, values: Any) -> list[Any]:
         if not hasattr(value, "items"):
             raise InputError(f"{name}: element {i} must be a dict, got {type(value).__name__}.")
     return values
-
-
-def check_same_fields(name: str, mappings: Sequence[Any]) -> None:
-    """Raises `InputError` unless the fields that are never derived are in all dicts or in none."""
-    fields = {*PER_TOKEN_FLOAT_FIELDS, *ROW_FIELDS}
-    for i, mapping in enumerate(mappings):
-        different = (set(mapping) ^ set(mappings[0])) & fields
-        if different:
-            raise InputError(
-                f"{name} {i} and {name} 0 do not have the same fields: only one of them has "
-                f"{', '.join(map(repr, sorted(different)))}. Give every {name} of the mini-batch "
-                "the same fields."
-            )
 
 
 def check_loss_mask(loss_mask: Tensor) -> None:

@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(to_yaml(config), end="")
         if options.dry_run:
+            from .build import check_inputs
+
+            check_inputs(config)
             print(dry_run_text(config))
         if not (options.print_config or options.dry_run):
             train(config)
@@ -52,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. optimizer.lr=1e-5")
     parser.add_argument("--print-config", action="store_true", help="show all settings and stop")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything that needs no model"
+        "--dry-run",
+        action="store_true",
+        help="check settings, layout, paths, task and reward function; load no model",
     )
     return parser
 
@@ -84,8 +89,10 @@ def train(config: Config) -> None:
     """
     import torch.distributed as dist
 
-    from .build import build_job
+    from .build import build_job, check_inputs
     from .report import RunLog
+
+    check_inputs(config)
 
     rank = int(os.environ.get("RANK", "0"))
     logging = config.logging

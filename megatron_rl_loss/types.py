@@ -6,7 +6,7 @@ prediction of `labels[t] == tokens[t + 1]` (shifted once, by nobody again).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -75,6 +75,19 @@ def glossary_names(micro_batch: Mapping[str, Any]) -> MicroBatch:
             raise InputError(f"micro-batch has {known!r} twice (once as an alias); keep one.")
         renamed[known] = value
     return renamed
+
+
+def check_same_fields(name: str, mappings: Sequence[Any]) -> None:
+    """Raises `InputError` unless the fields that are never derived are in all dicts or in none."""
+    fields = {*PER_TOKEN_FLOAT_FIELDS, *ROW_FIELDS}
+    for i, mapping in enumerate(mappings):
+        different = (set(mapping) ^ set(mappings[0])) & fields
+        if different:
+            raise InputError(
+                f"{name} {i} and {name} 0 do not have the same fields: only one of them has "
+                f"{', '.join(map(repr, sorted(different)))}. Give every {name} of the mini-batch "
+                "the same fields."
+            )
 
 
 class TokenLoss(NamedTuple):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checks import check_same_fields, integers, mapping_list
+from ..checks import integers, mapping_list
 from ..errors import InputError
 from ..parallel.packing import pack_sequences, pad_sequences
 from ..parallel.token_weights import token_weights
-from ..types import MicroBatch, glossary_names
+from ..types import MicroBatch, check_same_fields, glossary_names
 
 
 def with_sequence_weights(

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_same_fields, mapping_list
+from ..checks import mapping_list
 from ..errors import ConfigError, InputError
 from ..logprobs.vocab_parallel import vocab_parallel_log_probs
 from ..losses.objective import Objective
 from ..losses.off_policy import OffPolicy
 from ..ops.sequences import Sequences
 from ..parallel.sequence_sums import make_sequences
-from ..types import TokenLoss, glossary_names
+from ..types import TokenLoss, check_same_fields, glossary_names
 from .batch import TokenBatch, make_rank_batch, make_token_batch
 from .groups import ParallelGroups, parallel_groups
 from .guard import check_contract, model_config, per_token_flag

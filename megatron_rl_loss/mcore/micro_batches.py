@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checks import as_tensor, check_loss_mask, check_same_fields, mapping_list
+from ..checks import as_tensor, check_loss_mask, mapping_list
 from ..errors import ContractError, InputError
 from ..parallel.token_weights import token_weights
-from ..types import MicroBatch, glossary_names
+from ..types import MicroBatch, check_same_fields, glossary_names
 
 
 class MicroBatchIterator:

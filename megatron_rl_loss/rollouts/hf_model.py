@@ -32,21 +32,29 @@ def load_hf_model(
     Raises:
         InputError: the package or the folder is not there, or the folder is no checkpoint.
     """
+    check_hf_model(name_or_path)
     if str(name_or_path) == DEMO_MODEL:
         return _load_demo_model(dtype)
+    return _from_pretrained(Path(name_or_path), dtype)
+
+
+def check_hf_model(name_or_path: str | Path) -> None:
+    """Raises `InputError` if there is nothing for `load_hf_model` to load; loads nothing."""
+    if str(name_or_path) == DEMO_MODEL:
+        demo_model_file()
+        if importlib.util.find_spec("gguf") is None:
+            raise InputError(f"{DEMO_MODEL!r} is a GGUF file; install its reader: pip install gguf")
+        return
     folder = Path(name_or_path)
     if not (folder / "config.json").is_file():
         raise InputError(
             f"{folder} has no config.json; pass the folder of a Hugging Face checkpoint, or "
             f"{DEMO_MODEL!r}. Models are not downloaded here."
         )
-    return _from_pretrained(folder, dtype)
 
 
 def _load_demo_model(dtype: torch.dtype) -> tuple[Any, Any]:
     model_file = demo_model_file()
-    if importlib.util.find_spec("gguf") is None:
-        raise InputError(f"{DEMO_MODEL!r} is a GGUF file; install its reader: pip install gguf")
     model, tokenizer = _from_pretrained(model_file.parent, dtype, gguf_file=model_file.name)
     # the weights are plain after loading; the marks would make other code treat them as 4-bit
     del model.config.quantization_config
