@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..types import (
 )
 from . import compat
 from .batch_checks import check_attention_mask, check_present, check_shifted, check_token_ids
+from .fillers import run_filler
 from .groups import ParallelGroups
 from .guard import model_config
 from .packed import PackedRow, packed_row
@@ -49,6 +51,7 @@ class TokenBatch:
             weights or the loss is a plain sum.
         tensors: the other per-token tensors by name, fp32.
         packed: offsets of the sequences of the whole row if it is packed.
+        is_trained: False if no position of the whole rows is trained (looked at on the CPU only).
     """
 
     tokens: Tensor
@@ -60,14 +63,15 @@ class TokenBatch:
     weights_given: bool
     tensors: dict[str, Tensor]
     packed: PackedRow | None = None
+    is_trained: bool = True
 
-    def run(self, model: Any) -> Tensor:
-        """Returns the model's output for this micro-batch."""
+    def run(self, model: Any, **arguments: Any) -> Tensor:
+        """Returns the model's output for this micro-batch, called with `arguments` as well."""
+        if self.packed is not None:
+            arguments["packed_seq_params"] = self.packed.seq_params(self.tokens.device)
         inputs = (self.tokens, self.position_ids, self.attention_mask)
-        if self.packed is None:
-            return compat.call_model(model, *inputs)
-        params = self.packed.seq_params(self.tokens.device)
-        return compat.call_model(model, *inputs, packed_seq_params=params)
+        run = partial(compat.call_model, model, *inputs, **arguments)
+        return run() if self.is_trained else run_filler(model, run)
 
 
 def make_rank_batch(
@@ -141,6 +145,7 @@ def make_token_batch(
     batch = TokenBatch(
         tokens, labels, _position_ids(given, tokens, packed), given.get("attention_mask"),
         loss_mask, weights, "loss_weights" in given, tensors, packed,
+        loss_mask.device.type != "cpu" or bool(loss_mask.any()),
     )  # fmt: skip
     if cp_size > 1:
         batch = _slice(batch, cp_rank, cp_size)

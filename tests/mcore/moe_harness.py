@@ -20,6 +20,11 @@ from tests.mcore.harness import PADDED_VOCAB, Layout
 from tests.spawn import run_ranks
 
 NUM_EXPERTS = 4
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,9 @@ class MoeLayout:
     z_loss_coef: float = 0.0
     zero_advantages: bool = False
     only_rows: tuple[int, ...] | None = None  # a single micro-batch, of these rows
+    fillers: int = 0  # micro-batches without a trained token, on each rank
+    expert_bias: bool = False
+    recompute: bool = False
 
 
 @dataclass
@@ -92,7 +100,8 @@ def run_moe(layout: MoeLayout) -> tuple[dict[str, float], dict, dict]:
         return (
             metrics,
             gradients,
-            {n: (i, d, p.detach().float().clone()) for n, (i, d, p) in named.items()},
+            {n: (i, d, p.detach().float().clone()) for n, (i, d, p) in named.items()}
+            | expert_biases(chunks[0]),
         )
     finally:
         parallel_state.destroy_model_parallel()
@@ -105,6 +114,8 @@ def micro_batches(layout: MoeLayout, groups: Any) -> list[dict[str, Any]]:
         rows = harness.rows_of(layout.base)
         batch = harness.collate([rows[i] for i in layout.only_rows], layout.base.pad_to)
         batches = [batch | {"loss_weights": batch["loss_mask"].float()}]
+    filler = {name: torch.zeros_like(value) for name, value in batches[0].items()}
+    batches += [dict(filler) for _ in range(layout.fillers)]
     if layout.zero_advantages:
         for batch in batches:
             batch["advantages"] = torch.zeros_like(batch["advantages"])
@@ -172,6 +183,10 @@ def moe_config(layout: MoeLayout) -> Any:
         moe_z_loss_coeff=layout.z_loss_coef or None,
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=False,
+        moe_router_enable_expert_bias=layout.expert_bias,
+        moe_router_score_function="sigmoid" if layout.expert_bias else "softmax",
+        moe_router_bias_update_rate=0.01,
+        **RECOMPUTE if layout.recompute else {},
     )
 
 
@@ -214,6 +229,14 @@ def named_parameters(model: Any) -> dict[str, tuple[int, int, Any]]:
         dim = parameter.partition_dim if split else 0
         found[name] = (rank if split else 0, dim, parameter)
     return found
+
+
+def expert_biases(model: Any) -> dict[str, tuple[int, int, Tensor]]:
+    return {
+        name: (0, 0, value.clone())
+        for name, value in model.named_buffers()
+        if name.endswith("expert_bias")
+    }
 
 
 def made_weight(name: str, index: int, dim: int, parameter: Any, layout: MoeLayout) -> Tensor:

@@ -84,3 +84,26 @@ def test_auxiliary_gradient_adds_to_the_policy_gradient(dp, ep):
         replace(AUX, base=replace(base, settings={}), ep=ep, zero_advantages=True)
     ).gradients
     assert_close({n: both[n] - policy[n] for n in both}, alone, 1e-4)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dp, ep", [(1, 1), (2, 2)])
+def test_fillers_add_nothing_to_policy_or_auxiliary_gradients(dp, ep, recompute):  # C08
+    base = replace(BASE, dp=dp)
+    layout = MoeLayout(base, ep=ep, recompute=recompute)
+    policy = train_moe(replace(layout, fillers=2)).gradients
+    assert_close(policy, outcome("one rank").gradients, BOUND)
+    layout = replace(AUX, base=replace(AUX.base, dp=dp), ep=ep, recompute=recompute)
+    without = train_moe(layout).gradients
+    assert float(without["decoder.layers.1.mlp.router.weight"].norm()) > 0
+    # the mean over micro-batches: 8 // dp rows in twos, and as many fillers as these
+    result = train_moe(replace(layout, fillers=4 // dp)).gradients
+    assert_close(result, {name: g / 2 for name, g in without.items()}, BOUND)
+
+
+def test_fillers_do_not_move_the_expert_bias():  # C08
+    layout = MoeLayout(BASE, expert_bias=True)
+    without = train_moe(layout).parameters
+    name = "module.decoder.layers.1.mlp.router.expert_bias"
+    assert float(without[name].norm()) > 0
+    assert torch.equal(train_moe(replace(layout, fillers=8)).parameters[name], without[name])
