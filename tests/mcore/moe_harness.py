@@ -181,7 +181,8 @@ def moe_config(layout: MoeLayout) -> Any:
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=layout.aux_loss_coef,
         moe_z_loss_coeff=layout.z_loss_coef or None,
-        moe_token_dispatcher_type="alltoall",
+        # gloo cannot gather the unequal parts that alltoall gathers over expert-TP ranks
+        moe_token_dispatcher_type="allgather" if layout.etp > 1 else "alltoall",
         moe_grouped_gemm=False,
         moe_router_enable_expert_bias=layout.expert_bias,
         moe_router_score_function="sigmoid" if layout.expert_bias else "softmax",

@@ -22,6 +22,9 @@ CUTS = {
     "TP 2, SP, EP 2": MoeLayout(replace(BASE, tp=2, sequence_parallel=True), ep=2),
     "TP 2, SP, DP 2, EP 2": MoeLayout(replace(BASE, tp=2, dp=2, sequence_parallel=True), ep=2),
     "expert-TP 2": MoeLayout(replace(BASE, tp=2, sequence_parallel=True), etp=2),
+    "TP 2, SP, DP 2, EP 2, expert-TP 2": MoeLayout(
+        replace(BASE, tp=2, dp=2, sequence_parallel=True), ep=2, etp=2
+    ),
     "CP 2, EP 2": MoeLayout(replace(BASE, cp=2), ep=2),
 }
 
