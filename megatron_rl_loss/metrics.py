@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,7 +143,8 @@ def _sum_pairs(micro_batches: Sequence[Mapping[str, Tensor]], names: list[str]) 
     device = next(iter(micro_batches[0].values())).device
     if not names:
         return torch.zeros(0, 2, dtype=torch.float64, device=device)
-    return sum(torch.stack([m[name].double() for name in names]) for m in micro_batches)
+    pairs = [torch.stack([m[name].double() for name in names]) for m in micro_batches]
+    return torch.stack(pairs).sum(dim=0)
 
 
 def _maxima(micro_batches: Sequence[Mapping[str, Tensor]], names: list[str]) -> Tensor:
@@ -154,7 +156,7 @@ def _maxima(micro_batches: Sequence[Mapping[str, Tensor]], names: list[str]) -> 
     return tops
 
 
-def _signed(name: str, value):
+def _signed(name: str, value: Any) -> Any:
     """Turns a minimum into a maximum and back, so that one MAX reduces both."""
     return -value if name.endswith("_min") else value
 

@@ -187,16 +187,17 @@ def _tokens(given: Mapping[str, Any], seq_multiple: int, vocab_size: int | None)
 
 
 def _mask_and_weights(given: Mapping[str, Any], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    weights = given.get("loss_weights")
-    if "loss_mask" not in given and weights is None:
+    names = [name for name in ("loss_mask", "loss_weights") if name in given]
+    if not names:
         raise InputError("micro-batch needs 'loss_mask' (bool) or 'loss_weights' (float).")
-    if weights is not None:
-        weights = as_tensor("loss_weights", weights)
-    loss_mask = as_tensor("loss_mask", given["loss_mask"]) if "loss_mask" in given else weights != 0
+    loss_mask = as_tensor(names[0], given[names[0]])
+    if names[0] == "loss_weights":
+        loss_mask = loss_mask.ne(0)
     check_loss_mask(loss_mask)
     check_same_shape("loss_mask", loss_mask, "tokens", tokens)
-    if weights is None:
+    if "loss_weights" not in given:
         return loss_mask, loss_mask.float()
+    weights = as_tensor("loss_weights", given["loss_weights"])
     return loss_mask, per_token("loss_weights", weights, loss_mask).float()
 
 
