@@ -132,12 +132,7 @@ class Trainer:
                     f"the loss reads {name!r}, but the rollouts carry none and there is no "
                     "reference model."
                 )
-            values = token_log_probs(
-                model,
-                micro_batches,
-                temperature=self.forward_step.temperature,
-                vocab_size=self.forward_step.vocab_size,
-            )
+            values = token_log_probs(model, micro_batches, **vars(self.forward_step.head))
             for micro_batch, value in zip(micro_batches, values, strict=True):
                 micro_batch[name] = value
 

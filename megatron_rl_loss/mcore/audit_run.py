@@ -130,8 +130,7 @@ def make_audit(
         make_probe(groups, count, vocab_size),
         chunks,
         parts,
-        temperature=reference_step.temperature,
-        vocab_size=reference_step.vocab_size,
+        **vars(reference_step.head),
     )
     return Audit(chunks, reference_step, groups, probe, parts, reduction, tolerance)
 

@@ -133,6 +133,13 @@ def _takes_fp32_output(model: Any) -> bool:
     return False
 
 
+def has_output_processor(gpt_model: Any) -> bool:
+    """Tells whether the model takes a hook in place of its output layer (newer than 0.18)."""
+    import inspect
+
+    return "output_processor" in inspect.signature(type(gpt_model).forward).parameters
+
+
 def forget_cached_models() -> None:
     """Empties the caches that keep models, and with them their process groups, alive.
 
@@ -141,6 +148,6 @@ def forget_cached_models() -> None:
     from megatron.core.models.common.embeddings import rotary_pos_embedding as rotary
 
     for name in dir(rotary):
-        forward = getattr(getattr(rotary, name), "forward", None)
-        if hasattr(forward, "cache_clear"):
-            forward.cache_clear()
+        clear = getattr(getattr(getattr(rotary, name), "forward", None), "cache_clear", None)
+        if clear is not None:
+            clear()

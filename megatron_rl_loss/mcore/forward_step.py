@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..checks import mapping_list
 from ..errors import ConfigError, InputError
-from ..logprobs.vocab_parallel import vocab_parallel_log_probs
 from ..losses.objective import Objective
 from ..losses.off_policy import OffPolicy
 from ..ops.sequences import Sequences
 from ..parallel.sequence_sums import make_sequences
 from ..types import TokenLoss, check_same_fields, glossary_names
 from .batch import TokenBatch, make_rank_batch, make_token_batch
+from .fused_head import LMHead, ReadOutput
 from .groups import ParallelGroups, parallel_groups
 from .guard import check_contract, model_config, per_token_flag
 from .micro_batches import resolve_num_microbatches
@@ -39,6 +39,8 @@ def make_forward_step(
     temperature: float = 1.0,
     on_policy: bool = False,
     vocab_size: int | None = None,
+    lm_head: str = "auto",
+    memory_budget_bytes: int | None = None,
     report_entropy: bool = True,
     pairs_only: bool = False,
     pg_collection: Any = None,
@@ -64,6 +66,7 @@ def make_forward_step(
         temperature: logits are divided by it once, here; the one that the rollouts were sampled at.
         on_policy: see `Objective`.
         vocab_size: real vocabulary; logit columns beyond it are padding and take no probability.
+        lm_head, memory_budget_bytes: "auto", "logits" or "fused"; see `fused_head.LMHead`.
         report_entropy: report the entropy even if it is not trained.
         pairs_only: leave out the `_max` metrics, which Megatron's `pretrain()` would average.
         pg_collection: Megatron's ProcessGroupCollection; None reads its global parallel state.
@@ -72,8 +75,6 @@ def make_forward_step(
     Raises:
         ConfigError: unknown loss or setting, or a value out of range.
     """
-    if not temperature > 0.0:
-        raise ConfigError(f"temperature must be > 0, got {temperature}.")
     objective = Objective(
         loss=loss,
         loss_settings=loss_settings,
@@ -87,9 +88,8 @@ def make_forward_step(
     )
     return ForwardStep(
         objective,
+        LMHead(lm_head, memory_budget_bytes, temperature, vocab_size),
         num_microbatches=num_microbatches,
-        temperature=temperature,
-        vocab_size=vocab_size,
         report_entropy=report_entropy,
         pairs_only=pairs_only,
         pg_collection=pg_collection,
@@ -102,18 +102,16 @@ class ForwardStep:
     def __init__(
         self,
         objective: Objective,
+        head: LMHead,
         *,
         num_microbatches: int | Callable[[], int] | None,
-        temperature: float,
-        vocab_size: int | None,
         report_entropy: bool,
         pairs_only: bool,
         pg_collection: Any,
     ) -> None:
         self.objective = objective
+        self.head = head
         self.num_microbatches = num_microbatches
-        self.temperature = temperature
-        self.vocab_size = vocab_size
         self.report_entropy = report_entropy
         self.pairs_only = pairs_only
         self._pg_collection = pg_collection
@@ -126,8 +124,9 @@ class ForwardStep:
         """Runs one micro-batch.
 
         Returns:
-            The model's output (logits on a last pipeline stage, hidden states elsewhere) and the
-            loss function that the schedule calls on it.
+            The model's output (logits, or the fused head's log-probs and entropy, on a last
+            pipeline stage; hidden states elsewhere) and the loss function that the schedule calls
+            on it.
 
         Raises:
             ContractError: Megatron is set up so that gradients would be scaled wrongly.
@@ -148,7 +147,9 @@ class ForwardStep:
         factor = schedule_factor(*sizes, calculate_per_token_loss=flag)
         self._share = micro_batch_share(*sizes)
         batch = self._next_batch(data_iterator, model, groups)
-        return batch.run(model), partial(self._loss, batch, factor, groups)
+        with_entropy = self.report_entropy or self.objective.needs_entropy_gradient
+        output, read = self.head.run(batch, model, groups, with_entropy=with_entropy)
+        return output, partial(self._loss, batch, factor, groups, read)
 
     def check(self, micro_batches: Iterable[Mapping[str, Any]]) -> None:
         """Raises `InputError` if a micro-batch is wrong, naming its number; runs nothing."""
@@ -190,9 +191,14 @@ class ForwardStep:
         return batch
 
     def _loss(
-        self, batch: TokenBatch, factor: float, groups: ParallelGroups, logits: Tensor
+        self,
+        batch: TokenBatch,
+        factor: float,
+        groups: ParallelGroups,
+        read: ReadOutput,
+        output: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs, entropy = self.log_probs(batch, logits, groups)
+        log_probs, entropy = read(output)
         loss_sum, metrics = self.objective(
             log_probs,
             entropy,
@@ -211,17 +217,3 @@ class ForwardStep:
             return None
         offsets = None if batch.packed is None else batch.packed.offsets
         return make_sequences(batch.loss_mask, cu_seqlens=offsets, cp_group=groups.cp)
-
-    def log_probs(
-        self, batch: TokenBatch, logits: Tensor, groups: ParallelGroups
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns log-probs of the labels and the entropy, [rows, S] fp32."""
-        return vocab_parallel_log_probs(
-            logits,
-            batch.labels,
-            tp_group=groups.vocab_group,
-            temperature=self.temperature,
-            with_entropy=self.report_entropy or self.objective.needs_entropy_gradient,
-            vocab_size=self.vocab_size,
-            loss_mask=batch.loss_mask,
-        )

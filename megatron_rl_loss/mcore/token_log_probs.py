@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..logprobs.vocab_parallel import vocab_parallel_log_probs
 from ..parallel.context_parallel import gather_sequence
 from .batch import TokenBatch, make_rank_batch
+from .fused_head import LMHead, ReadOutput
 from .groups import ParallelGroups, parallel_groups
 from .train_step import run_forward_backward
 
@@ -24,13 +24,15 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    lm_head: str = "auto",
+    memory_budget_bytes: int | None = None,
 ) -> list[Tensor]:
     """Returns each micro-batch's log-probs, [rows, S] fp32 on the CPU, on every rank.
 
     Args:
         chunks: the model; its weights and gradients are left as they are.
         micro_batches: as for training; only tokens, labels, positions and masks are read.
-        temperature, vocab_size: as in `make_forward_step`.
+        temperature, vocab_size, lm_head, memory_budget_bytes: as in `make_forward_step`.
 
     Returns:
         Nats; 0 where the loss mask is False.
@@ -39,7 +41,8 @@ def token_log_probs(
     broadcast from the last pipeline stage.
     """
     groups = parallel_groups()
-    step = partial(_forward, groups, temperature, vocab_size)
+    head = LMHead(lm_head, memory_budget_bytes, temperature, vocab_size)
+    step = partial(_forward, groups, head)
     results = run_forward_backward(
         step, chunks, micro_batches, forward_only=True, collect_non_loss_data=True
     )
@@ -49,32 +52,21 @@ def token_log_probs(
 
 
 def _forward(
-    groups: ParallelGroups,
-    temperature: float,
-    vocab_size: int | None,
-    data_iterator: Any,
-    model: Any,
+    groups: ParallelGroups, head: LMHead, data_iterator: Any, model: Any
 ) -> tuple[Tensor, Any]:
     batch = make_rank_batch(next(data_iterator), model, groups)
-    return batch.run(model), partial(_log_probs, batch, groups, temperature, vocab_size)
+    output, read = head.run(batch, model, groups)
+    return output, partial(_log_probs, batch, groups, read)
 
 
 def _log_probs(
     batch: TokenBatch,
     groups: ParallelGroups,
-    temperature: float,
-    vocab_size: int | None,
-    logits: Tensor,
+    read: ReadOutput,
+    output: Tensor,
     non_loss_data: bool = True,
 ) -> Tensor:
-    log_probs, _ = vocab_parallel_log_probs(
-        logits,
-        batch.labels,
-        tp_group=groups.vocab_group,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        loss_mask=batch.loss_mask,
-    )
+    log_probs, _ = read(output)
     offsets = None if batch.packed is None else batch.packed.offsets
     return gather_sequence(log_probs, groups.cp, cu_seqlens=offsets)
 

@@ -1,0 +1,241 @@
+"""Log-probs out of a Megatron model: from its logits, or from the LM head without logits.
+
+The fused head answers in place of the model's output layer, so that tied weights, the all-reduce
+of their gradient over pipeline stages, the layer's hooks and its sequence-parallel gather stay
+what they are. The model then hands out log-probs and entropy where it would hand out logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, ContractError
+from ..logprobs.head_plan import DEFAULT_BUDGET_BYTES
+from ..logprobs.lm_head import linear_log_probs
+from ..logprobs.vocab_parallel import vocab_parallel_log_probs
+from . import compat
+from .batch import TokenBatch
+from .groups import ParallelGroups
+
+LM_HEADS = ("auto", "logits", "fused")
+
+# the model's output -> log-probs and entropy (or None), [rows, S] fp32
+ReadOutput = Callable[[Tensor], "tuple[Tensor, Tensor | None]"]
+
+_said: set[str] = set()
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """How log-probs come out of a model.
+
+    Attributes:
+        lm_head: "logits": the model's own. "fused": `linear_log_probs` on the hidden states and
+            the output layer's weight, in vocabulary blocks if the logits are over the budget.
+            "auto": logits while they fit, else fused where the model allows it.
+        memory_budget_bytes: for the logits of one micro-batch on one rank; None: 2 GiB.
+        temperature: logits are divided by it once.
+        vocab_size: real vocabulary; columns beyond it are padding. None: there are none.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    lm_head: str = "auto"
+    memory_budget_bytes: int | None = None
+    temperature: float = 1.0
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.lm_head not in LM_HEADS:
+            raise ConfigError(f"lm_head must be one of {', '.join(LM_HEADS)}; got {self.lm_head!r}")
+        if self.memory_budget_bytes is not None and not self.memory_budget_bytes >= 0:
+            raise ConfigError(f"memory_budget_bytes must be >= 0, got {self.memory_budget_bytes}.")
+        if not self.temperature > 0.0:
+            raise ConfigError(f"temperature must be > 0, got {self.temperature}.")
+
+    @property
+    def budget(self) -> int:
+        given = self.memory_budget_bytes
+        return DEFAULT_BUDGET_BYTES if given is None else int(given)
+
+    def run(
+        self, batch: TokenBatch, model: Any, groups: ParallelGroups, *, with_entropy: bool = False
+    ) -> tuple[Tensor, ReadOutput]:
+        """Runs the model on a micro-batch.
+
+        Returns:
+            The model's output, and what makes log-probs of the labels and the entropy (None if
+            not wanted) of it on a last pipeline stage.
+
+        Raises:
+            ContractError: "fused", and the model does not allow it.
+
+        Communicates: what the model does; fused also what `linear_log_probs` does.
+        """
+        chunk = bare_model(model)
+        if getattr(chunk, "post_process", True):
+            if self._is_fused(batch, chunk, groups):
+                answer = partial(self._answer, batch, groups, with_entropy)
+                return _run_answered(batch, model, chunk, answer), _unpack
+            _check_sharded(chunk, groups)
+        return batch.run(model), partial(self._from_logits, batch, groups, with_entropy)
+
+    def _is_fused(self, batch: TokenBatch, chunk: Any, groups: ParallelGroups) -> bool:
+        if self.lm_head == "logits":
+            return False
+        obstacle = fused_obstacle(chunk)
+        if self.lm_head == "fused" and obstacle:
+            raise ContractError(f"lm_head='fused' is not possible: {obstacle}")
+        size = _logits_bytes(batch, chunk)
+        if size is None:
+            return False
+        fits = size <= self.budget
+        how = "are kept" if fits else "are left out (fused head)"
+        if not fits and obstacle:
+            how = f"are kept all the same, as the fused head is not possible: {obstacle}"
+        if self.lm_head == "auto" and groups.tp.rank() == groups.dp_cp.rank() == 0:
+            _say_once(
+                how,
+                f"LM head: logits of {batch.tokens.numel()} tokens take {size / 1e9:.3g} GB of a "
+                f"budget of {self.budget / 1e9:.3g} GB; they",
+            )
+        return self.lm_head == "fused" or not (fits or obstacle)
+
+    def _answer(
+        self,
+        batch: TokenBatch,
+        groups: ParallelGroups,
+        with_entropy: bool,
+        layer: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+    ) -> Tensor:
+        """[s (/ tp), rows, H] -> [S, rows, 1 or 2]: log-probs, entropy."""
+        weight = layer.weight if weight is None else weight
+        into_main_grad = layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")
+        log_probs, entropy = linear_log_probs(
+            hidden,
+            weight,
+            batch.labels.t(),
+            tp_group=groups.vocab_group,
+            sequence_parallel=layer.sequence_parallel,
+            temperature=self.temperature,
+            with_entropy=with_entropy,
+            vocab_size=self.vocab_size,
+            loss_mask=batch.loss_mask.t(),
+            memory_budget_bytes=self.budget,
+            accumulate_main_grad=into_main_grad,
+        )
+        return torch.stack([log_probs] if entropy is None else [log_probs, entropy], dim=-1)
+
+    def _from_logits(
+        self, batch: TokenBatch, groups: ParallelGroups, with_entropy: bool, logits: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return vocab_parallel_log_probs(
+            logits,
+            batch.labels,
+            tp_group=groups.vocab_group,
+            temperature=self.temperature,
+            with_entropy=with_entropy,
+            vocab_size=self.vocab_size,
+            loss_mask=batch.loss_mask,
+        )
+
+
+def bare_model(model: Any) -> Any:
+    """Returns the model inside DDP and Float16Module."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def fused_obstacle(chunk: Any) -> str | None:
+    """Says why the fused head cannot stand for this model's output layer; None if it can."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    if not isinstance(chunk, GPTModel):
+        return f"the model is {type(chunk).__name__}, not Megatron's GPTModel."
+    layer, config = chunk.output_layer, chunk.config
+    if type(layer) is not ColumnParallelLinear:
+        return f"its output layer is {type(layer).__name__}, not Megatron's ColumnParallelLinear."
+    if layer.bias is not None:
+        return "its output layer has a bias."
+    for name in ("mtp_num_layers", "defer_embedding_wgrad_compute", "use_mup"):
+        if getattr(config, name, None):
+            return f"the model's config has {name}={getattr(config, name)}."
+    return None
+
+
+def _run_answered(
+    batch: TokenBatch, model: Any, chunk: Any, answer: Callable[[Any, Tensor, Any], Tensor]
+) -> Tensor:
+    """Runs the model with `answer` in place of its output layer's product."""
+    layer = chunk.output_layer
+    if not compat.has_output_processor(chunk):
+        with _answered(layer, answer):
+            return batch.run(model)
+
+    def process(*, hidden_states: Tensor, output_weight: Tensor | None, **_: Any) -> Tensor:
+        with _answered(layer, answer):
+            return layer(hidden_states, weight=output_weight)[0].transpose(0, 1).contiguous()
+
+    return batch.run(model, output_processor=process)
+
+
+@contextmanager
+def _answered(layer: Any, answer: Callable[[Any, Tensor, Any], Tensor]) -> Iterator[None]:
+    """Replaces the layer's `forward` only: calling the layer still runs its hooks.
+
+    One of them, Megatron's, waits for the weight that the distributed optimizer is gathering.
+    """
+
+    def forward(input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        return answer(layer, input_, weight), None
+
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+
+
+def _unpack(output: Tensor) -> tuple[Tensor, Tensor | None]:
+    return output[..., 0], output[..., 1] if output.shape[-1] == 2 else None
+
+
+def _logits_bytes(batch: TokenBatch, chunk: Any) -> int | None:
+    """Bytes of this micro-batch's logits on this rank; None if the model does not say.
+
+    Of several rows GPTModel makes a second copy, from [S, rows, V] to [rows, S, V].
+    """
+    columns = getattr(getattr(chunk, "output_layer", None), "output_size_per_partition", None)
+    if columns is None:
+        return None
+    copies = 1 if len(batch.tokens) == 1 else 2
+    return copies * batch.tokens.numel() * columns * chunk.config.params_dtype.itemsize
+
+
+def _check_sharded(chunk: Any, groups: ParallelGroups) -> None:
+    layer = getattr(chunk, "output_layer", None)
+    if groups.tp.size() > 1 and getattr(layer, "gather_output", False):
+        raise ContractError(
+            f"the model gathers its logits from {groups.tp.size()} tensor-parallel ranks "
+            "(parallel_output=False); they would be taken for shards of a vocabulary as many times "
+            "as large. Build it with parallel_output=True, or use lm_head='fused'."
+        )
+
+
+def _say_once(how: str, text: str) -> None:
+    """Prints a choice the first time that it is made in this process."""
+    if how not in _said:
+        _said.add(how)
+        print(f"{text} {how}", flush=True)
