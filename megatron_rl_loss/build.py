@@ -118,6 +118,8 @@ def build_forward_step(config: Config, spec: ModelSpec) -> ForwardStep:
         temperature=config.sampler.temperature,
         on_policy=updates_per_step(config) == 1 and not loss.off_policy,
         vocab_size=spec.vocab_size,
+        lm_head=loss.lm_head,
+        memory_budget_bytes=loss.memory_budget_bytes,
         **loss.settings,
     )
 

@@ -162,6 +162,9 @@ class LossConfig:
         kl_coef, kl_estimator, kl_is_weighted: KL to the reference.
         entropy_coef, entropy_max: entropy bonus.
         off_policy: settings of `losses.off_policy.OffPolicy`; empty: no correction.
+        lm_head: "logits", "fused" (log-probs without logits) or "auto": logits while those of a
+            micro-batch fit the budget, see `mcore.fused_head`.
+        memory_budget_bytes: of the logits of a micro-batch on one rank; null: 2 GiB.
     """
 
     name: str = "ppo_clip"
@@ -175,6 +178,8 @@ class LossConfig:
     entropy_coef: float = 0.0
     entropy_max: float | None = None
     off_policy: dict[str, Any] = field(default_factory=dict)
+    lm_head: str = "auto"
+    memory_budget_bytes: int | None = None
 
 
 @dataclass

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..errors import ConfigError, LayoutError
+from ..logprobs.head_plan import LM_HEADS
 from ..losses.objective import Objective
 from ..losses.off_policy import OffPolicy
 from ..losses.registry import LOSSES, loss_spec
@@ -29,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "advantage.estimator": (*ADVANTAGE_ESTIMATORS, "none"),
     "loss.reduction": REDUCTIONS,
     "loss.kl_estimator": tuple(KL_ESTIMATORS),
+    "loss.lm_head": LM_HEADS,
     "logging.wandb_mode": ("offline", "online", "disabled"),
 }
 
@@ -64,6 +66,7 @@ RANGES: dict[str, _Range] = {
     "reward.format_reward": _FINITE,
     "advantage.k": _at_least(1),
     "loss.max_seq_len": _at_least(1),
+    "loss.memory_budget_bytes": _at_least(0),
     "batch.micro_batch_size": _at_least(1),
     "batch.max_tokens_per_microbatch": _at_least(1),
     "batch.mini_batches_per_step": _at_least(1),

@@ -16,6 +16,7 @@ from .inputs import VocabShard, check_loss_mask, check_temperature, check_token_
 
 logger = logging.getLogger(__name__)
 
+LM_HEADS = ("auto", "logits", "fused")  # who makes log-probs in a model's forward step
 DEFAULT_BUDGET_BYTES = 2 << 30
 MIN_BLOCK, MAX_BLOCK = 1024, 8192  # measured on CPU; 4096 is the H200 estimate, within the range
 

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, ContractError
-from ..logprobs.head_plan import DEFAULT_BUDGET_BYTES
+from ..logprobs.head_plan import DEFAULT_BUDGET_BYTES, LM_HEADS
 from ..logprobs.lm_head import linear_log_probs
 from ..logprobs.vocab_parallel import vocab_parallel_log_probs
 from . import compat
 from .batch import TokenBatch
 from .groups import ParallelGroups
-
-LM_HEADS = ("auto", "logits", "fused")
 
 # the model's output -> log-probs and entropy (or None), [rows, S] fp32
 ReadOutput = Callable[[Tensor], "tuple[Tensor, Tensor | None]"]
