@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..losses.objective import Objective
+from ..parallel.token_batch import TokenBatch
 from ..types import MicroBatch
-from .batch import TokenBatch
 from .forward_step import ForwardStep
 from .groups import ParallelGroups
 from .guard import model_config

@@ -15,8 +15,9 @@ from ..losses.objective import Objective
 from ..losses.off_policy import OffPolicy
 from ..ops.sequences import Sequences
 from ..parallel.sequence_sums import make_sequences
+from ..parallel.token_batch import TokenBatch, make_token_batch
 from ..types import TokenLoss, check_same_fields, glossary_names
-from .batch import TokenBatch, make_rank_batch, make_token_batch
+from .batch import make_rank_batch
 from .fused_head import LMHead, ReadOutput
 from .groups import ParallelGroups, parallel_groups
 from .guard import check_contract, model_config, per_token_flag

@@ -20,8 +20,9 @@ from ..errors import ConfigError, ContractError
 from ..logprobs.head_plan import DEFAULT_BUDGET_BYTES, LM_HEADS
 from ..logprobs.lm_head import linear_log_probs
 from ..logprobs.vocab_parallel import vocab_parallel_log_probs
+from ..parallel.token_batch import TokenBatch
 from . import compat
-from .batch import TokenBatch
+from .batch import run_batch
 from .groups import ParallelGroups
 
 # the model's output -> log-probs and entropy (or None), [rows, S] fp32
@@ -84,7 +85,7 @@ class LMHead:
                 answer = partial(self._answer, batch, groups, with_entropy)
                 return _run_answered(batch, model, chunk, answer), _unpack
             _check_sharded(chunk, groups)
-        return batch.run(model), partial(self._from_logits, batch, groups, with_entropy)
+        return run_batch(batch, model), partial(self._from_logits, batch, groups, with_entropy)
 
     def _is_fused(self, batch: TokenBatch, chunk: Any, groups: ParallelGroups) -> bool:
         if self.lm_head == "logits":
@@ -180,13 +181,13 @@ def _run_answered(
     layer = chunk.output_layer
     if not compat.has_output_processor(chunk):
         with _answered(layer, answer):
-            return batch.run(model)
+            return run_batch(batch, model)
 
     def process(*, hidden_states: Tensor, output_weight: Tensor | None, **_: Any) -> Tensor:
         with _answered(layer, answer):
             return layer(hidden_states, weight=output_weight)[0].transpose(0, 1).contiguous()
 
-    return batch.run(model, output_processor=process)
+    return run_batch(batch, model, output_processor=process)
 
 
 @contextmanager

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel.context_parallel import gather_sequence
-from .batch import TokenBatch, make_rank_batch
+from ..parallel.token_batch import TokenBatch
+from .batch import make_rank_batch
 from .fused_head import LMHead, ReadOutput
 from .groups import ParallelGroups, parallel_groups
 from .train_step import run_forward_backward

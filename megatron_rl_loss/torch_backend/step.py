@@ -22,7 +22,8 @@ from ..logprobs.vocab_parallel import vocab_parallel_log_probs
 from ..losses.objective import Objective
 from ..metrics import MetricTensors, reduce_metrics
 from ..parallel.agreement import raise_together
-from .micro_batch import PaddedBatch, padded_batch
+from ..parallel.token_batch import TokenBatch
+from .micro_batch import padded_batch
 
 # (model, tokens [rows, S]) -> logits [rows, S, V]
 LogitsFunction = Callable[[Any, Tensor], Tensor]
@@ -115,7 +116,7 @@ class TorchStep:
 
     def _batches(
         self, micro_batches: Sequence[Mapping[str, Any]], device: torch.device
-    ) -> list[PaddedBatch]:
+    ) -> list[TokenBatch]:
         if not micro_batches:
             raise InputError(
                 "a rank needs at least one micro-batch (its mask may be all False), got none."
@@ -125,7 +126,7 @@ class TorchStep:
             self.objective.check_weights(batch.weights_given)
         return batches
 
-    def _loss(self, model: Any, batch: PaddedBatch, share: float) -> tuple[Tensor, MetricTensors]:
+    def _loss(self, model: Any, batch: TokenBatch, share: float) -> tuple[Tensor, MetricTensors]:
         log_probs, entropy = vocab_parallel_log_probs(
             self.logits_of(model, batch.tokens),
             batch.labels,
@@ -162,8 +163,6 @@ def torch_train_step(
     """
     optimizer.zero_grad()
     metrics = step.forward_backward(model, micro_batches)
-    if not math.isfinite(metrics["loss"]):
-        raise InputError(f"the loss is {metrics['loss']}; no weight was changed.")
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad or math.inf)
     metrics["grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
     optimizer.step()

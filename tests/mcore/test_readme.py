@@ -65,5 +65,5 @@ def test_the_toy_loop_gives_the_same_numbers_on_two_data_ranks():
         assert result.returncode == 0, result.stderr[-3000:]
         lines.append([x for x in result.stdout.splitlines() if x.startswith("step")])
     assert len(lines[0]) == 5
-    numbers = [[float(x) for line in part for x in re.findall(r"[\d.-]+\d", line)] for part in lines]
-    assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=2e-6)
+    alone, together = ([float(x) for x in re.findall(r"[\d.-]+\d", str(part))] for part in lines)
+    assert alone == pytest.approx(together, rel=1e-4, abs=2e-6)

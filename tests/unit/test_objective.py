@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl_loss.errors import ConfigError, InputError
 from megatron_rl_loss.losses.objective import Objective
-from megatron_rl_loss.mcore.batch import make_token_batch
+from megatron_rl_loss.parallel.token_batch import make_token_batch
 from tests.unit.loss_cases import random_case
 from tests.unit.test_losses import objective_step
 

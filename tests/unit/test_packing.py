@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_rl_loss.errors import InputError
-from megatron_rl_loss.mcore.batch import make_token_batch
 from megatron_rl_loss.parallel.packing import pack_sequences, pad_sequences, unpack_sequences
+from megatron_rl_loss.parallel.token_batch import make_token_batch
 
 
 def sequence(tokens, mask, **fields) -> dict:

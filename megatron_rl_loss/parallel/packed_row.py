@@ -35,23 +35,6 @@ class PackedRow:
         parts = [torch.arange(end - start) for start, end in pairwise(self.offsets)]
         return torch.cat(parts)[None].to(device)
 
-    def seq_params(self, device: torch.device) -> Any:
-        """Returns Megatron's `PackedSeqParams`."""
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        padded = torch.tensor(self.offsets, dtype=torch.int32, device=device)
-        real = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
-        longest = max(end - start for start, end in pairwise(self.offsets))
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=real,
-            cu_seqlens_kv=real,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-
 
 def packed_row(given: Mapping[str, Any], tokens: Tensor) -> PackedRow | None:
     """Returns the offsets of a packed micro-batch, or None if it is not packed.

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megatron_rl_loss import InputError, MicroBatchIterator, with_loss_weights
-from megatron_rl_loss.mcore.batch import make_token_batch
+from megatron_rl_loss.parallel.token_batch import make_token_batch
 
 TOKENS = torch.arange(10).reshape(2, 5)
 MASK = torch.tensor([[False, True, True, True, False], [True, False, False, False, False]])

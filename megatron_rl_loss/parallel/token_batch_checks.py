@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import as_tensor
 from ..errors import InputError
-from .packed import PackedRow
+from .packed_row import PackedRow
 
 
 def check_token_ids(tokens: Tensor, vocab_size: int | None) -> None:
