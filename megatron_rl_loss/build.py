@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 from .config.schema import Config
 from .config.validate import rollouts_per_step
 from .errors import InputError
+from .mcore.checkpoint import Checkpointer
+from .mcore.checkpoint_state import Trained
 from .mcore.forward_step import ForwardStep, make_forward_step
 from .mcore.groups import parallel_groups
 from .mcore.model import build_gpt_model, padded_vocab_size, transformer_config
@@ -42,6 +44,7 @@ class Job:
     source: RolloutSource
     spec: ModelSpec
     hf_config: Any
+    checkpoints: Checkpointer | None = None
 
 
 def build_job(config: Config) -> Job:
@@ -55,7 +58,7 @@ def build_job(config: Config) -> Job:
     weights = hf_model.state_dict()
     trainer = build_trainer(config, spec, weights)
     source = build_source(config, spec, trainer, hf_model, tokenizer)
-    return Job(trainer, source, spec, hf_model.config)
+    return Job(trainer, source, spec, hf_model.config, build_checkpointer(config, spec, trainer))
 
 
 def check_inputs(config: Config) -> None:
@@ -149,6 +152,33 @@ def build_estimator(config: Config) -> AdvantageEstimator | None:
         return whiten(advantages.unsqueeze(1).expand(mask.shape), mask)[:, 0]
 
     return estimate
+
+
+def build_checkpointer(config: Config, spec: ModelSpec, trainer: Trainer) -> Checkpointer | None:
+    """Returns what saves and resumes the run, None without `checkpoint.interval`."""
+    checkpoint = config.checkpoint
+    if checkpoint.interval is None:
+        return None
+    return Checkpointer(
+        checkpoint.dir or Path(config.run.dir) / "checkpoints",
+        {"policy": Trained(trainer.chunks, trainer.optimizer, trainer.scheduler)},
+        interval=checkpoint.interval,
+        keep_last=checkpoint.keep_last,
+        asynchronous=checkpoint.asynchronous,
+        identity={"model": asdict(spec), "order of the data": _data_order(config)},
+        about={"layout": _parallel_sizes(config)},
+    )
+
+
+def _data_order(config: Config) -> dict[str, Any]:
+    """Returns the settings that, with the number of steps done, say which data comes next."""
+    order = {"run.seed": config.run.seed, "rollouts.source": config.rollouts.source}
+    if config.rollouts.source == "files":
+        return order | {
+            "rollouts.per_step": config.rollouts.per_step,
+            "rollouts.shuffle": config.rollouts.shuffle,
+        }
+    return order | {"sampler.prompts_per_step": config.sampler.prompts_per_step}
 
 
 def build_source(

@@ -30,3 +30,7 @@ class RolloutError(InputError):
 
 class WeightsError(InputError):
     """A checkpoint and a model do not match; the message names the tensors."""
+
+
+class CheckpointError(MegatronRLLossError):
+    """A checkpoint cannot be written or read, or belongs to another model."""

@@ -63,9 +63,11 @@ class RunLog:
     ) -> None:
         self._resources = ExitStack()
         self._writers: list[Writer] = []
+        self._forgetters: list[Callable[[int], None]] = []
+        self._folder: Path | None = None
         if not active:
             return
-        folder = Path(folder)
+        folder = self._folder = Path(folder)
         _make_folder(folder)
         if jsonl:
             self._writers.append(self._jsonl(folder))
@@ -87,8 +89,20 @@ class RunLog:
         for write in self._writers:
             write(step, metrics)
 
+    def forget_after(self, step: int) -> list[dict[str, float]]:
+        """Drops what is there of later steps, when a run resumes after `step` steps.
+
+        Returns:
+            The metrics of the steps before, where metrics.jsonl has them.
+        """
+        for forget in self._forgetters:
+            forget(step)
+        exists = self._folder is not None and (self._folder / METRICS_FILE).exists()
+        return read_metrics(self._folder) if exists else []
+
     def _jsonl(self, folder: Path) -> Writer:
         file = self._resources.enter_context(open(folder / METRICS_FILE, "a", buffering=1))
+        self._forgetters.append(lambda step: _cut_metrics(folder / METRICS_FILE, step))
 
         def write(step: int, metrics: Mapping[str, float]) -> None:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -102,6 +116,7 @@ class RunLog:
             raise ConfigError(_missing("tensorboard")) from error
         writer = SummaryWriter(log_dir=str(folder / "tensorboard"))
         self._resources.callback(writer.close)
+        self._forgetters.append(lambda step: _purge_events(writer, step))
 
         def write(step: int, metrics: Mapping[str, float]) -> None:
             for name, value in metrics.items():
@@ -184,6 +199,25 @@ def plot_run(folder: str | Path, rows: Sequence[Mapping[str, float]]) -> Path:
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Cuts the file off before the first line of a later step, or that is no whole line."""
+    end = 0
+    with open(path, "rb+") as file:
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+            end += len(line)
+        file.truncate(end)
+
+
+def _purge_events(writer: Any, step: int) -> None:
+    """Tells TensorBoard to show no earlier event of the steps that come now."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    start = SessionLog(status=SessionLog.START)
+    writer.file_writer.add_event(Event(step=step + 1, session_log=start))
 
 
 def _make_folder(folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,10 @@ from .config.load import load_config, save_config, to_yaml
 from .config.schema import Config
 from .config.validate import check_layout, rollouts_per_step
 from .errors import ConfigError, MegatronRLLossError
+from .signals import StopSignals, Watchdog, exit_now, rank_name
 
 if TYPE_CHECKING:
+    from .between_steps import BetweenSteps
     from .build import Job
     from .report import RunLog
 
@@ -27,25 +30,45 @@ CONFIG_FILE = "config.yaml"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status: 2 for an error of the user's."""
+    """Runs the command line and returns the exit status: 2 for an error of the user's.
+
+    One of several ranks that fails ends its process at once, so that the launcher ends the others.
+    """
+    try:
+        return _main(arguments)
+    except MegatronRLLossError as error:
+        print(f"{_prefix()}error: {error}", file=sys.stderr, flush=True)
+        code = 2
+    except Exception:
+        if not rank_name():
+            raise
+        text = traceback.format_exc()
+        print(f"{_prefix()}error:\n{text}", file=sys.stderr, flush=True)
+        code = 1
+    if rank_name():
+        exit_now(code)
+    return code
+
+
+def _prefix() -> str:
+    return f"{rank_name()}: " if rank_name() else ""
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     # Megatron warns of every optional package that is not there
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    try:
-        config = load_config(options.config, options.settings)
-        check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
-        if options.print_config:
-            print(to_yaml(config), end="")
-        if options.dry_run:
-            from .build import check_inputs
+    config = load_config(options.config, options.settings)
+    check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+    if options.print_config:
+        print(to_yaml(config), end="")
+    if options.dry_run:
+        from .build import check_inputs
 
-            check_inputs(config)
-            print(dry_run_text(config))
-        if not (options.print_config or options.dry_run):
-            train(config)
-    except MegatronRLLossError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        check_inputs(config)
+        print(dry_run_text(config))
+    if not (options.print_config or options.dry_run):
+        train(config)
     return 0
 
 
@@ -82,23 +105,56 @@ def dry_run_text(config: Config) -> str:
 
 
 def train(config: Config) -> None:
-    """Trains as the config says; returns when all steps are done.
+    """Trains as the config says; returns when all steps are done, or a signal asked to stop.
 
     Raises:
         MegatronRLLossError: a setting, a rollout or the layout is wrong.
     """
-    import torch.distributed as dist
+    rank = int(os.environ.get("RANK", "0"))
+    with StopSignals() as signals, Watchdog(config.run.hang_timeout, rank) as watchdog:
+        import torch.distributed as dist
 
-    from .build import build_job, check_inputs
+        from .build import check_inputs
+
+        check_inputs(config)
+        rows = _train(config, signals, watchdog)
+        dist.barrier()
+    if rank == 0 and rows:
+        print_result(config, rows)
+    dist.destroy_process_group()
+
+
+def _train(config: Config, signals: StopSignals, watchdog: Watchdog) -> list[Mapping[str, float]]:
+    """Returns the metrics of all steps, those before a resume included."""
+    from .between_steps import STOPPED_FILE, BetweenSteps
+    from .build import build_job
+
+    folder = Path(config.run.dir)
+    with _run_log(config) as log:
+        if int(os.environ.get("RANK", "0")) == 0:
+            save_config(config, folder / CONFIG_FILE)
+            (folder / STOPPED_FILE).unlink(missing_ok=True)
+        job = build_job(config)
+        between = BetweenSteps(folder, config.run.steps, job.checkpoints, signals, watchdog)
+        done, earlier = _resume(config, job, log)
+        return [*earlier, *run_steps(job, log, config, between, done)]
+
+
+def _resume(config: Config, job: Job, log: RunLog) -> tuple[int, list[dict[str, float]]]:
+    """Returns how many steps are done, and on rank 0 their metrics."""
+    if job.checkpoints is None:
+        return 0, []
+    done = job.checkpoints.resume(config.checkpoint.resume)
+    return done, log.forget_after(done)
+
+
+def _run_log(config: Config) -> RunLog:
     from .report import RunLog
 
-    check_inputs(config)
-
-    rank = int(os.environ.get("RANK", "0"))
     logging = config.logging
-    with RunLog(
+    return RunLog(
         config.run.dir,
-        active=rank == 0,
+        active=int(os.environ.get("RANK", "0")) == 0,
         total_steps=config.run.steps,
         jsonl=logging.jsonl,
         tensorboard=logging.tensorboard,
@@ -106,31 +162,31 @@ def train(config: Config) -> None:
         wandb_project=logging.wandb_project,
         wandb_mode=logging.wandb_mode,
         progress=logging.progress,
-    ) as log:
-        if rank == 0:
-            save_config(config, Path(config.run.dir) / CONFIG_FILE)
-        job = build_job(config)
-        rows = run_steps(job, log, config.run.steps, config.run.log_interval)
-    dist.barrier()
-    if rank == 0:
-        print_result(config, rows)
-    dist.destroy_process_group()
+    )
 
 
-def run_steps(job: Job, log: RunLog, steps: int, log_interval: int = 1) -> list[dict[str, float]]:
-    """Runs the steps and returns their metrics."""
+def run_steps(
+    job: Job, log: RunLog, config: Config, between: BetweenSteps, done: int = 0
+) -> list[dict[str, float]]:
+    """Runs the steps after the first `done` and returns their metrics."""
     from .rollout_source import Stopwatch
 
     rows = []
-    for step in range(steps):
+    steps, log_interval = config.run.steps, config.run.log_interval
+    for step in range(done, steps):
+        if between.must_stop(step):
+            break
         watch = Stopwatch()
         rollouts = job.source.rollouts(step)
         rollout_seconds = watch.read()
+        between.progress()
         metrics = job.trainer.train_on(rollouts)
         metrics |= _speed(rollout_seconds, watch.read(), sum(r.num_tokens for r in rollouts))
         if (step + 1) % log_interval == 0 or step + 1 == steps:
             log.log(step + 1, metrics)
         rows.append({"step": step + 1, **metrics})
+        between.after_step(step + 1)
+    between.finish()
     return rows
 
 

@@ -19,12 +19,15 @@ class RunConfig:
         seed: of prompts, sampling, shuffling and the model's random state.
         steps: sample (or read), then train, so many times.
         log_interval: steps between two log entries.
+        hang_timeout: seconds without progress (a step's sampling, or its training) after which
+            a rank prints its stacks and ends the job; null: never.
     """
 
     dir: str = "runs/latest"
     seed: int = 1234
     steps: int = 10
     log_interval: int = 1
+    hang_timeout: float | None = 3600.0
 
 
 @dataclass
@@ -221,6 +224,27 @@ class OptimizerConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """Checkpoints to resume from.
+
+    Attributes:
+        dir: folder that all ranks share; null: run.dir/checkpoints.
+        interval: steps between two checkpoints; also at the last step, and before a stop that a
+            signal asks for; null: none.
+        keep_last: so many are kept.
+        asynchronous: write beside training, from a copy in host memory.
+        resume: "auto": from the newest whole checkpoint in `dir`, if there is one; "never": refuse
+            a `dir` that has checkpoints; or a path, of a checkpoint or a folder of them.
+    """
+
+    dir: str | None = None
+    interval: int | None = None
+    keep_last: int = 2
+    asynchronous: bool = True
+    resume: str = "auto"
+
+
+@dataclass
 class LoggingConfig:
     """What global rank 0 writes.
 
@@ -256,4 +280,5 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

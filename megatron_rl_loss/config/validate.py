@@ -50,6 +50,7 @@ RANGES: dict[str, _Range] = {
     "run.seed": _at_least(0),
     "run.steps": _at_least(1),
     "run.log_interval": _at_least(1),
+    "run.hang_timeout": _POSITIVE,
     "parallel.tensor_model_parallel_size": _at_least(1),
     "parallel.pipeline_model_parallel_size": _at_least(1),
     "parallel.virtual_pipeline_model_parallel_size": _at_least(2),
@@ -76,6 +77,8 @@ RANGES: dict[str, _Range] = {
     "optimizer.weight_decay": _at_least(0),
     "optimizer.clip_grad": _at_least(0),
     "optimizer.warmup_steps": _at_least(0),
+    "checkpoint.interval": _at_least(1),
+    "checkpoint.keep_last": _at_least(1),
 }
 
 

@@ -151,3 +151,16 @@ def forget_cached_models() -> None:
         clear = getattr(getattr(getattr(rotary, name), "forward", None), "cache_clear", None)
         if clear is not None:
             clear()
+
+
+def checkpoint_metadata() -> dict[str, Any]:
+    """Returns what Megatron's `sharded_state_dict` methods are told, for any layout on loading.
+
+    The distributed optimizer has formats that only load on the layout they were saved on; the one
+    for all layouts is `fully_reshardable` from 0.15 on, `fully_sharded_model_space` before.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
+
+    formats = getattr(Optimizer, "checkpoint_fully_reshardable_formats", set())
+    kind = "fully_reshardable" if "fully_reshardable" in formats else "fully_sharded_model_space"
+    return {"distrib_optim_sharding_type": kind}
