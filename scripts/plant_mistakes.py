@@ -1,6 +1,6 @@
 """Plants known mistakes in a copy of the package and checks that a test fails for each.
 
-    python scripts/plant_mistakes.py              # all of them, about 10 minutes on 2 cores
+    python scripts/plant_mistakes.py              # all of them, about 20 minutes on 2 cores
     python scripts/plant_mistakes.py factor mask  # those whose name contains a word
 
 The tests are run on the copy; this checkout is not touched. Exit status 1 if a mistake survives.
@@ -13,49 +13,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+
+from mistakes import MISTAKES, Mistake
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class Mistake(NamedTuple):
-    name: str
-    file: str
-    right: str
-    wrong: str
-    tests: str
-
-
-SAME = "tests/mcore/test_same_gradient.py"
-CUT = SAME + "::test_gradient_and_metrics_equal_the_reference_for_any_cut"
-WEIGHTS = "tests/unit/test_token_weights.py"
-
-MISTAKES = [
-    Mistake("factor without M", "mcore/scaling.py", "return num_microbatches * dp_size", "return dp_size", CUT),
-    Mistake("factor without D", "mcore/scaling.py", "return num_microbatches * dp_size", "return num_microbatches", CUT),
-    Mistake("factor twice", "mcore/forward_step.py", "return loss_sum * factor, metrics", "return loss_sum * factor * factor, metrics", CUT),
-    Mistake("M frozen", "mcore/micro_batches.py", "return int(given() if callable(given) else given)", "return 3", "tests/unit/test_scaling_and_guard.py"),
-    Mistake("local token count", "parallel/counts.py", "        dist.all_reduce(sums, group=dp_group)", "        pass", "tests/dist/test_counts.py"),
-    Mistake("local groups", "parallel/counts.py", "everywhere = gather_rows(rows, dp_group)", "everywhere = gather_rows(rows, None)", "tests/dist/test_counts.py"),
-    Mistake("local micro-batch mean", "ops/reduction.py", "return ones / max(1, counts.num_tokens)", "return ones / max(1, int(loss_mask.sum()) // 2)", WEIGHTS),
-    Mistake("sequence mean over tokens", "ops/reduction.py", "return ones / (num_sequences * _column(loss_mask.sum(dim=1)))", "return ones / max(1, counts.num_tokens)", WEIGHTS),
-    Mistake("padding counted", "ops/reduction.py", "torch.where(loss_mask, scale, 0.0)", "scale.expand_as(loss_mask)", WEIGHTS),
-    Mistake("mask after the loss", "ops/reduction.py", "(torch.where(weights != 0, token_loss.float(), 0.0) * weights)", "(token_loss.float() * weights)", WEIGHTS),
-    Mistake("inputs not cleaned", "losses/objective.py", "torch.where(loss_mask, ", "torch.where(torch.ones_like(loss_mask), ", "tests/unit/test_objective.py"),
-    Mistake("labels not shifted", "mcore/batch.py", "torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1)", "tokens", "tests/unit/test_batch.py"),
-    Mistake("flag let through", "mcore/guard.py", "    if config.calculate_per_token_loss:", "    if False:", "tests/unit/test_scaling_and_guard.py"),
-    Mistake("flag without 1/C", "mcore/scaling.py", "return num_microbatches / cp_size", "return float(num_microbatches)", "tests/mcore/test_return_styles.py::test_per_token_flag_gives_the_reference_gradient_and_metrics"),
-    Mistake("flag ignored", "mcore/forward_step.py", "calculate_per_token_loss=flag)", "calculate_per_token_loss=False)", "tests/mcore/test_return_styles.py::test_per_token_flag_gives_the_reference_gradient_and_metrics"),
-    Mistake("DDP's flag not checked", "mcore/guard.py", "if factors and sums != bool(config.calculate_per_token_loss):", "if False:", "tests/mcore/test_return_styles.py::test_a_flag_changed_after_ddp_was_built_is_refused"),
-    Mistake("interleaved count not checked", "mcore/train_step.py", "if num_microbatches < group or 0 < rest < stages:", "if False:", "tests/mcore/test_layouts.py::test_micro_batch_count_that_the_interleaved_schedule_cannot_run_is_refused"),
-    Mistake("hook not checked", "mcore/guard.py", "if ranks > 1 and config.finalize_model_grads_func is None:", "if False:", "tests/unit/test_scaling_and_guard.py"),
-    Mistake("temperature twice", "mcore/forward_step.py", "temperature=self.temperature,\n            with_entropy", "temperature=self.temperature**2,\n            with_entropy", CUT),
-    Mistake("padded vocabulary", "mcore/forward_step.py", "            vocab_size=self.vocab_size,\n            loss_mask", "            loss_mask", CUT),
-    Mistake("KL without weights", "losses/objective.py", "self.kl_coef * masked_sum(kl, weights)", "self.kl_coef * masked_sum(kl, (weights != 0).float() / 100)", CUT),
-    Mistake("entropy sign", "losses/objective.py", "-self.entropy_coef * masked_sum", "self.entropy_coef * masked_sum", CUT),
-    Mistake("sequence parallel tag", "mcore/layer_spec.py", "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", CUT),
-    Mistake("shares not checked", "metrics.py", "if abs(shares - num_calls) > 1e-3 * num_calls:", "if False:", "tests/unit/test_metrics.py"),
-]  # fmt: skip
 
 
 def survives(mistake: Mistake) -> bool:

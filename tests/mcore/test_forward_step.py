@@ -120,6 +120,21 @@ def test_a_missing_hook_is_refused_on_two_data_ranks():  # C38
     assert on_ranks(no_hook, replace(LAYOUT, dp=2)) == [True, True]
 
 
+def an_unmarked_shard(chunks, optimizer, spec, groups):
+    from megatron_rl_loss import ContractError, train_step
+
+    named = dict(chunks[0].named_parameters())
+    name = next(name for name in named if name.endswith("linear_qkv.weight"))
+    named[name].tensor_model_parallel = False  # as perform_initialization=False leaves it
+    with pytest.raises(ContractError, match="linear_qkv.weight is sharded over 2.*not marked"):
+        train_step(make_step(LAYOUT), chunks, optimizer, weighted(LAYOUT, groups))
+    return True
+
+
+def test_a_sharded_weight_that_megatron_has_not_marked_is_refused():
+    assert on_ranks(an_unmarked_shard, replace(LAYOUT, tp=2)) == [True, True]
+
+
 def bad_on_rank_1(chunks, optimizer, spec, groups):
     from megatron_rl_loss import InputError, train_step
 

@@ -1,0 +1,86 @@
+"""The mistakes that `plant_mistakes.py` plants: where, what, and the tests that must notice."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mistake(NamedTuple):
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+SAME = "tests/mcore/test_same_gradient.py"
+CUT = SAME + "::test_gradient_and_metrics_equal_the_reference_for_any_cut"
+WEIGHTS = "tests/unit/test_token_weights.py"
+
+CORE = [
+    Mistake("factor without M", "mcore/scaling.py", "return num_microbatches * dp_size", "return dp_size", CUT),
+    Mistake("factor without D", "mcore/scaling.py", "return num_microbatches * dp_size", "return num_microbatches", CUT),
+    Mistake("factor twice", "mcore/forward_step.py", "return loss_sum * factor, metrics", "return loss_sum * factor * factor, metrics", CUT),
+    Mistake("M frozen", "mcore/micro_batches.py", "return int(given() if callable(given) else given)", "return 3", "tests/unit/test_scaling_and_guard.py"),
+    Mistake("local token count", "parallel/counts.py", "        dist.all_reduce(sums, group=dp_group)", "        pass", "tests/dist/test_counts.py"),
+    Mistake("local groups", "parallel/counts.py", "everywhere = gather_rows(rows, dp_group)", "everywhere = gather_rows(rows, None)", "tests/dist/test_counts.py"),
+    Mistake("local micro-batch mean", "ops/reduction.py", "return ones / max(1, counts.num_tokens)", "return ones / max(1, int(loss_mask.sum()) // 2)", WEIGHTS),
+    Mistake("sequence mean over tokens", "ops/reduction.py", "return ones / (num_sequences * _column(loss_mask.sum(dim=1)))", "return ones / max(1, counts.num_tokens)", WEIGHTS),
+    Mistake("padding counted", "ops/reduction.py", "torch.where(loss_mask, scale, 0.0)", "scale.expand_as(loss_mask)", WEIGHTS),
+    Mistake("mask after the loss", "ops/reduction.py", "(torch.where(weights != 0, at_least_fp32(token_loss), 0.0) * weights)", "(token_loss * weights)", WEIGHTS),
+    Mistake("inputs not cleaned", "losses/objective.py", "torch.where(loss_mask, ", "torch.where(torch.ones_like(loss_mask), ", "tests/unit/test_objective.py"),
+    Mistake("labels not shifted", "parallel/token_batch.py", "torch.cat([tokens[:, 1:], torch.zeros_like(tokens[:, :1])], dim=1)", "tokens", "tests/unit/test_token_batch.py"),
+    Mistake("flag let through", "mcore/guard.py", "    if config.calculate_per_token_loss:", "    if False:", "tests/unit/test_scaling_and_guard.py"),
+    Mistake("flag without 1/C", "mcore/scaling.py", "return num_microbatches / cp_size", "return float(num_microbatches)", "tests/mcore/test_return_styles.py::test_per_token_flag_gives_the_reference_gradient_and_metrics"),
+    Mistake("flag ignored", "mcore/forward_step.py", "calculate_per_token_loss=flag)", "calculate_per_token_loss=False)", "tests/mcore/test_return_styles.py::test_per_token_flag_gives_the_reference_gradient_and_metrics"),
+    Mistake("DDP's flag not checked", "mcore/guard.py", "if factors and sums != bool(config.calculate_per_token_loss):", "if False:", "tests/mcore/test_return_styles.py::test_a_flag_changed_after_ddp_was_built_is_refused"),
+    Mistake("interleaved count not checked", "mcore/train_step.py", "if num_microbatches < group or 0 < rest < stages:", "if False:", "tests/mcore/test_layouts.py::test_micro_batch_count_that_the_interleaved_schedule_cannot_run_is_refused"),
+    Mistake("hook not checked", "mcore/guard.py", "if ranks > 1 and config.finalize_model_grads_func is None:", "if False:", "tests/unit/test_scaling_and_guard.py"),
+    Mistake("temperature twice", "mcore/fused_head.py", "temperature=self.temperature,\n            with_entropy=with_entropy,\n            vocab_size=self.vocab_size,\n            loss_mask=batch.loss_mask,", "temperature=self.temperature**2,\n            with_entropy=with_entropy,\n            vocab_size=self.vocab_size,\n            loss_mask=batch.loss_mask,", CUT),
+    Mistake("padded vocabulary", "mcore/fused_head.py", "            vocab_size=self.vocab_size,\n            loss_mask=batch.loss_mask,", "            loss_mask=batch.loss_mask,", CUT),
+    Mistake("KL without weights", "losses/objective.py", "self.kl_coef * masked_sum(kl, weights)", "self.kl_coef * masked_sum(kl, (weights != 0).float() / 100)", CUT),
+    Mistake("entropy sign", "losses/objective.py", "-self.entropy_coef * masked_sum", "self.entropy_coef * masked_sum", CUT),
+    Mistake("sequence parallel tag", "mcore/layer_spec.py", "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", CUT),
+    Mistake("unmarked shards let through", "mcore/guard.py", 'if not getattr(weight, "tensor_model_parallel", False):', "if False:", "tests/mcore/test_forward_step.py"),
+    Mistake("unshifted labels let through", "parallel/token_batch_checks.py", "if copies and not bool(following.all()):", "if False:", "tests/unit/test_token_batch.py"),
+    Mistake("metrics' names not compared", "metrics.py", "if len(names) > 1 or float(ends.sum()):", "if False:", "tests/unit/test_metrics.py"),
+    Mistake("shares not checked", "metrics.py", "if abs(shares - num_calls) > 1e-3 * num_calls:", "if False:", "tests/unit/test_metrics.py"),
+]  # fmt: skip
+
+CONTEXT = "tests/mcore/test_context_parallel.py"
+CP_CUTS = CONTEXT + "::test_gradient_and_metrics_equal_the_reference_under_context_parallelism"
+PACKED = "tests/mcore/test_packing.py"
+PLANS = "tests/unit/test_planning.py"
+CALLS = "tests/mcore/test_accumulate.py"
+MOE = "tests/mcore/test_moe.py::test_fillers_add_nothing_to_policy_or_auxiliary_gradients"
+
+LAYOUTS = [
+    Mistake("CP in the factor", "mcore/forward_step.py", "return loss_sum * factor, metrics", "return loss_sum * factor * groups.cp.size(), metrics", CP_CUTS),
+    Mistake("contiguous CP slices", "parallel/context_parallel.py", "for i in (cp_rank, 2 * cp_size - 1 - cp_rank):", "for i in (2 * cp_rank, 2 * cp_rank + 1):", CP_CUTS),
+    Mistake("CP positions ignored by attention", "mcore/cpu_attention.py", "positions = zigzag_positions((0, end - start), rank, size)", "positions = zigzag_positions((0, end - start), 0, size)", CP_CUTS),
+    Mistake("keys' gradients not summed over CP", "parallel/context_parallel.py", "            dist.all_reduce(gradient, group=ctx.group)", "            pass", CP_CUTS),
+    Mistake("gather sums gradients", "parallel/context_parallel.py", "return _gather(x, cp_group, dim, cu_seqlens, False)", "return _gather(x, cp_group, dim, cu_seqlens, True)", "tests/dist/test_context_parallel.py"),
+    Mistake("labels shifted after the CP split", "parallel/token_batch.py", "    labels[:, last] = 0\n    return labels", "    labels[:, last] = 0\n    labels[:, tokens.shape[1] // 4 - 1] = 0\n    return labels", CP_CUTS),
+    Mistake("log-probs not gathered over CP", "mcore/token_log_probs.py", "return gather_sequence(values, groups.cp, cu_seqlens=offsets)", "return values", CONTEXT + "::test_log_probs_without_training_come_back_as_whole_rows"),
+    Mistake("packed sequences see each other", "mcore/cpu_attention.py", "return (packed.cu_seqlens_q if padded is None else padded).tolist()", "return [0, length]", PACKED),
+    Mistake("packed labels cross the boundary", "parallel/packing.py", "torch.cat([tokens[1:], tokens.new_zeros(1)])", "torch.cat([tokens[1:], tokens[:1]])", "tests/unit/test_packing.py"),
+    Mistake("packed offsets without padding", "mcore/batch.py", "cu_seqlens_q_padded=padded,\n        cu_seqlens_kv_padded=padded", "cu_seqlens_q_padded=real,\n        cu_seqlens_kv_padded=real", PACKED),
+    Mistake("last packed token trained", "parallel/packing.py", 'if "labels" not in named and bool(named["loss_mask"][-1]):', "if False:", "tests/unit/test_packing.py"),
+    Mistake("a sequence planned twice", "mcore/planning.py", "bins[i].append(sequence)", "bins[i].append(order[0])", PLANS),
+    Mistake("fillers instead of splitting", "mcore/planning.py", "return _split_largest(bins, costs, target, packed=False)", "return bins", PLANS),
+    Mistake("unequal counts on ranks", "mcore/planning.py", "if len(shares[share]) < room:", "if True:", PLANS),
+    Mistake("budget ignores padding", "mcore/planning.py", "i += min(max_rows, limit // costs[order[i]])", "i += max_rows", PLANS),
+    Mistake("multiple ignored", "mcore/planning.py", "max_tokens_per_microbatch, dp_size * multiple)\n    missing = -len(bins) % (dp_size * multiple)", "max_tokens_per_microbatch, dp_size)\n    missing = -len(bins) % dp_size", PLANS),
+    Mistake("filler trained", "mcore/collate.py", "torch.zeros(length, dtype=torch.bool)", "torch.ones(length, dtype=torch.bool)", PLANS),
+    Mistake("every call finalizes", "mcore/accumulate.py", "    config.finalize_model_grads_func = recorder\n", "    config.finalize_model_grads_func = lambda *a, **k: (recorder(*a, **k), finalize(*a, **k))\n", CALLS),
+    Mistake("overlap not held back", "mcore/accumulate.py", "stack.enter_context(chunk.no_sync())", "pass", CALLS),
+    Mistake("schedule's no_sync ends the hold", "mcore/accumulate.py", "    config.no_sync_func, config.grad_sync_func = nullcontext, None\n", "", CALLS),
+    Mistake("overlapped reduction not started", "mcore/accumulate.py", "            group.start_grad_sync()", "            pass", CALLS),
+    Mistake("hooks not restored", "mcore/accumulate.py", "            setattr(config, name, hook)", "            pass", CALLS),
+    Mistake("CP share of the metrics", "mcore/scaling.py", "return 1.0 / (num_microbatches * dp_size * cp_size)", "return 1.0 / (num_microbatches * dp_size)", CP_CUTS),
+    Mistake("fillers reach the router", "mcore/batch.py", "return run() if batch.is_trained else run_filler(model, run)", "return run()", MOE),
+    Mistake("recomputed fillers reach the router", "mcore/fillers.py", "        output.register_hook(partial(_rest_in_backward, routers))", "        pass", MOE),
+    Mistake("fillers counted for the expert bias", "mcore/fillers.py", "                count.copy_(before)", "                pass", "tests/mcore/test_moe.py::test_fillers_do_not_move_the_expert_bias"),
+]  # fmt: skip
+
+MISTAKES = CORE + LAYOUTS
