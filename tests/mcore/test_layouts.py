@@ -42,6 +42,8 @@ CUTS = {
     "overlap_grad_reduce, PP 2, VPP 2, DP 2": replace(
         DEEP, pp=2, vpp=2, dp=2, overlap_grad_reduce=True
     ),
+    "average_in_collective, DP 2": replace(BASE, dp=2, average_in_collective=True),
+    "average_in_collective, CP 2, DP 2": replace(BASE, cp=2, dp=2, average_in_collective=True),
 }
 DISTRIBUTED = {
     "DP 2": replace(BASE, dp=2),
@@ -49,6 +51,7 @@ DISTRIBUTED = {
     "PP 2, DP 2": replace(BASE, pp=2, dp=2),
     "TP 2, DP 2": replace(BASE, tp=2, dp=2),
     "overlap_grad_reduce, DP 2": replace(BASE, dp=2, overlap_grad_reduce=True),
+    "average_in_collective, DP 2": replace(BASE, dp=2, average_in_collective=True),
 }
 BF16_CUTS = {
     "one rank": replace(BASE, bf16=True),
