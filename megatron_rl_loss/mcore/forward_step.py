@@ -13,6 +13,7 @@ from ..checks import mapping_list
 from ..errors import ConfigError, InputError
 from ..losses.objective import Objective
 from ..losses.off_policy import OffPolicy
+from ..metrics import MetricTensors
 from ..ops.sequences import Sequences
 from ..parallel.sequence_sums import make_sequences
 from ..parallel.token_batch import TokenBatch, make_token_batch
@@ -102,8 +103,8 @@ class ForwardStep:
 
     def __init__(
         self,
-        objective: Objective,
-        head: LMHead,
+        objective: Any,  # Objective, or one with the same face
+        head: Any,  # LMHead, or what else makes the objective's tensors of the model's output
         *,
         num_microbatches: int | Callable[[], int] | None,
         report_entropy: bool,
@@ -199,8 +200,15 @@ class ForwardStep:
         read: ReadOutput,
         output: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs, entropy = read(output)
-        loss_sum, metrics = self.objective(
+        loss_sum, metrics = self._loss_sum(batch, groups, *read(output))
+        if self.pairs_only:
+            metrics = {name: value for name, value in metrics.items() if value.numel() == 2}
+        return loss_sum * factor, metrics
+
+    def _loss_sum(
+        self, batch: TokenBatch, groups: ParallelGroups, log_probs: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, MetricTensors]:
+        return self.objective(
             log_probs,
             entropy,
             batch.tensors,
@@ -209,9 +217,6 @@ class ForwardStep:
             share=self._share,
             sequences=self._sequences(batch, groups),
         )
-        if self.pairs_only:
-            metrics = {name: value for name, value in metrics.items() if value.numel() == 2}
-        return loss_sum * factor, metrics
 
     def _sequences(self, batch: TokenBatch, groups: ParallelGroups) -> Sequences | None:
         if not self.objective.needs_sequences:

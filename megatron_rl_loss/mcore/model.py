@@ -17,6 +17,7 @@ from ..errors import ConfigError, LayoutError
 from . import compat
 from .layer_spec import decoder_spec
 from .model_spec import ModelSpec
+from .value_model import put_value_head
 
 _UNEVEN_PIPELINE_SETTINGS = (
     "num_layers_in_first_pipeline_stage",
@@ -225,7 +226,10 @@ def build_gpt_model(
     _check_parallel_state(config)
     vp_size = config.virtual_pipeline_model_parallel_size
     stages = [None] if vp_size is None else list(range(vp_size))
-    return [_build_chunk(spec, config, vocab_size, stage, transformer_engine) for stage in stages]
+    chunks = [_build_chunk(spec, config, vocab_size, stage, transformer_engine) for stage in stages]
+    if spec.value_head:
+        put_value_head(chunks)
+    return chunks
 
 
 def _build_chunk(

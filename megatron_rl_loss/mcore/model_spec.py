@@ -51,6 +51,7 @@ class ModelSpec:
         tied_embeddings: the output layer is the embedding.
         qkv_bias: the query, key and value projections have a bias (Qwen2).
         qk_norm: RMSNorm over each query and key head (Qwen3).
+        value_head: a critic: one value per token in place of logits (see `value_model`).
     """
 
     architecture: str
@@ -68,6 +69,7 @@ class ModelSpec:
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    value_head: bool = False
 
 
 def model_spec_from_hf(hf_config: Any) -> ModelSpec:

@@ -41,35 +41,42 @@ def token_log_probs(
     Communicates: what the forward pass does; an all-gather over context-parallel ranks; then one
     broadcast from the last pipeline stage.
     """
-    groups = parallel_groups()
     head = LMHead(lm_head, memory_budget_bytes, temperature, vocab_size)
+    return token_outputs(head, chunks, micro_batches)
+
+
+def token_outputs(
+    head: Any, chunks: Sequence[Any], micro_batches: Sequence[Mapping[str, Any]]
+) -> list[Tensor]:
+    """Returns what `head` (an `LMHead` or its like) makes of each token, as `token_log_probs`."""
+    groups = parallel_groups()
     step = partial(_forward, groups, head)
     results = run_forward_backward(
         step, chunks, micro_batches, forward_only=True, collect_non_loss_data=True
     )
     if groups.pp.size() > 1:
         results = _from_last_stage(results, micro_batches, groups)
-    return [log_probs.cpu() for log_probs in results]
+    return [values.cpu() for values in results]
 
 
 def _forward(
-    groups: ParallelGroups, head: LMHead, data_iterator: Any, model: Any
+    groups: ParallelGroups, head: Any, data_iterator: Any, model: Any
 ) -> tuple[Tensor, Any]:
     batch = make_rank_batch(next(data_iterator), model, groups)
     output, read = head.run(batch, model, groups)
-    return output, partial(_log_probs, batch, groups, read)
+    return output, partial(_whole_rows, batch, groups, read)
 
 
-def _log_probs(
+def _whole_rows(
     batch: TokenBatch,
     groups: ParallelGroups,
     read: ReadOutput,
     output: Tensor,
     non_loss_data: bool = True,
 ) -> Tensor:
-    log_probs, _ = read(output)
+    values, _ = read(output)
     offsets = None if batch.packed is None else batch.packed.offsets
-    return gather_sequence(log_probs, groups.cp, cu_seqlens=offsets)
+    return gather_sequence(values, groups.cp, cu_seqlens=offsets)
 
 
 def _from_last_stage(

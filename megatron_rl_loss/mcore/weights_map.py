@@ -19,6 +19,7 @@ from .model_spec import ModelSpec
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+SCORE = "score.weight"  # a critic's value head in Hugging Face's sequence classification models
 FINAL_NORM = "decoder.final_layernorm.weight"
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -146,6 +147,8 @@ def weight_rules(spec: ModelSpec, padded_vocab_size: int) -> dict[str, WeightRul
             rules[f"decoder.layers.{layer}.{name}"] = rule
     rules[FINAL_NORM] = _replicated("model.norm.weight", spec.hidden_size)
     rules[OUTPUT_LAYER] = WeightRule({output_name: embedding_shape}, rows)
+    if spec.value_head:
+        rules[OUTPUT_LAYER] = WeightRule({SCORE: (1, spec.hidden_size)}, Replicated())
     return rules
 
 
