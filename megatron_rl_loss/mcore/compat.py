@@ -18,7 +18,7 @@ import torch
 from ..errors import ContractError
 
 OLDEST_VERSION = (0, 13)
-TESTED_VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.19.2")
+TESTED_VERSIONS = ("0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.0", "0.18.0", "0.19.2")
 
 
 @functools.cache
