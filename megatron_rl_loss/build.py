@@ -14,6 +14,7 @@ from torch import Tensor
 from .config.schema import Config
 from .config.validate import rollouts_per_step
 from .errors import InputError
+from .lora import LoRAConfig, apply_lora, disabled, merged
 from .mcore.checkpoint import Checkpointer
 from .mcore.checkpoint_state import Trained
 from .mcore.forward_step import ForwardStep, make_forward_step
@@ -68,6 +69,7 @@ def check_inputs(config: Config) -> None:
         InputError, ConfigError: naming what is missing.
     """
     check_hf_model(config.model.path)
+    lora_settings(config)
     if config.rollouts.source == "sampler":
         build_task(config)
     elif not Path(config.rollouts.path).exists():
@@ -75,8 +77,12 @@ def check_inputs(config: Config) -> None:
 
 
 def build_trainer(config: Config, spec: ModelSpec, weights: Any) -> Trainer:
+    bare = _model_chunks(config, spec, weights)
+    lora = lora_settings(config)
+    if lora is not None:
+        apply_lora(bare, lora)
     chunks = wrap_with_ddp(
-        _model_chunks(config, spec, weights),
+        bare,
         use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
     )
     optimizer = build_optimizer(
@@ -88,7 +94,6 @@ def build_trainer(config: Config, spec: ModelSpec, weights: Any) -> Trainer:
         clip_grad=config.optimizer.clip_grad,
     )
     forward_step = build_forward_step(config, spec)
-    needs_reference = "ref_log_probs" in forward_step.objective.needs
     return Trainer(
         chunks=chunks,
         optimizer=optimizer,
@@ -104,7 +109,27 @@ def build_trainer(config: Config, spec: ModelSpec, weights: Any) -> Trainer:
         cutting=_cutting(config),
         num_mini_batches=config.batch.mini_batches_per_step,
         num_epochs=config.batch.epochs,
-        reference=_reference(config, spec, weights) if needs_reference else None,
+        **_reference(config, spec, weights, chunks, forward_step),
+    )
+
+
+def lora_settings(config: Config) -> LoRAConfig | None:
+    """Returns the adapters' settings, None if all weights are trained.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+    lora = config.lora
+    if lora.rank is None:
+        return None
+    return LoRAConfig(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.targets,
+        expert_rank=lora.expert_rank,
+        exclude=tuple(lora.exclude),
+        seed=lora.seed,
+        use_rslora=lora.use_rslora,
     )
 
 
@@ -203,7 +228,7 @@ def build_source(
         reward_fn,
         prompts_per_step=config.sampler.prompts_per_step,
         prompts_per_batch=config.sampler.prompts_per_batch,
-        export_weights=partial(export_hf_weights, trainer.chunks, spec),
+        export_weights=partial(export_hf_weights, exported_chunks(config, trainer.chunks), spec),
     )
 
 
@@ -263,12 +288,28 @@ def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
-def _reference(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any]:
-    """Returns a second copy of the initial model, frozen."""
-    chunks = _model_chunks(config, spec, weights)
-    for chunk in chunks:
+def _reference(
+    config: Config,
+    spec: ModelSpec,
+    weights: Any,
+    chunks: Sequence[Any],
+    forward_step: ForwardStep,
+) -> dict[str, Any]:
+    """Returns the trainer's `reference`: with LoRA the model without its adapters, else a second
+    copy of the initial model, frozen; nothing if the loss does not ask."""
+    if "ref_log_probs" not in forward_step.objective.needs:
+        return {}
+    if config.lora.rank is not None:
+        return {"reference": chunks, "reference_mode": partial(disabled, chunks)}
+    copy = _model_chunks(config, spec, weights)
+    for chunk in copy:
         chunk.requires_grad_(False)
-    return chunks
+    return {"reference": copy}
+
+
+def exported_chunks(config: Config, chunks: Sequence[Any]) -> Sequence[Any]:
+    """Returns what `export_hf_weights` reads: with LoRA, views with the adapters merged in."""
+    return chunks if config.lora.rank is None else merged(chunks)
 
 
 def _dense_sizes(config: Config) -> dict[str, Any]:

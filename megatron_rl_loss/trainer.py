@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +39,10 @@ class Trainer:
         cutting: keyword arguments of `cut_mini_batch`.
         num_mini_batches: optimizer steps per pass over a step's rollouts.
         num_epochs: passes.
-        reference: frozen model for `ref_log_probs`, where the rollouts carry none.
+        reference: model for `ref_log_probs`, where the rollouts carry none: a frozen one, or the
+            trained one with `reference_mode`.
+        reference_mode: makes the block in which the reference runs; with LoRA the adapters are
+            disabled in it.
     """
 
     chunks: Sequence[Any]
@@ -51,6 +55,7 @@ class Trainer:
     num_mini_batches: int = 1
     num_epochs: int = 1
     reference: Sequence[Any] | None = None
+    reference_mode: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def train_on(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Trains on all rollouts of a step and returns the metrics, the same on every rank.
@@ -132,7 +137,9 @@ class Trainer:
                     f"the loss reads {name!r}, but the rollouts carry none and there is no "
                     "reference model."
                 )
-            values = token_log_probs(model, micro_batches, **vars(self.forward_step.head))
+            mode = self.reference_mode if name == "ref_log_probs" else contextlib.nullcontext
+            with mode():
+                values = token_log_probs(model, micro_batches, **vars(self.forward_step.head))
             for micro_batch, value in zip(micro_batches, values, strict=True):
                 micro_batch[name] = value
 

@@ -44,6 +44,31 @@ class ModelConfig:
 
 
 @dataclass
+class LoRAConfig:
+    """Low-rank adapters, trained in place of the model's weights; see docs/lora.md.
+
+    With them the reference of the KL is the model without its adapters; no second copy is made.
+
+    Attributes:
+        rank: of the adapters; null: none, all weights are trained.
+        alpha: the adapters' output is scaled by alpha / rank.
+        targets: "attention", "all-linear", or a list of Megatron's layer names and patterns.
+        expert_rank: rank of the experts' adapters; null: `rank`.
+        exclude: layer names and patterns that get none.
+        use_rslora: scale by alpha / sqrt(rank).
+        seed: of the first values.
+    """
+
+    rank: int | None = None
+    alpha: float = 32.0
+    targets: Any = "attention"
+    expert_rank: int | None = None
+    exclude: list[str] = field(default_factory=list)
+    use_rslora: bool = False
+    seed: int = 0
+
+
+@dataclass
 class ParallelConfig:
     """Megatron's parallel sizes, by Megatron's names; the rest of the ranks is data parallel."""
 
@@ -279,6 +304,7 @@ class Config:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -2,21 +2,27 @@
 
 from .adapter import Adapter, Sharding
 from .apply import apply_lora
+from .checkpoint import load_adapter, load_adapter_weights, save_adapter
 from .config import LoRAConfig
 from .disabled import disabled
 from .handles import AdapterHandle, adapters
 from .merge import merged
 from .report import Report, report
+from .store import AdapterStore
 
 __all__ = [
     "Adapter",
     "AdapterHandle",
+    "AdapterStore",
     "LoRAConfig",
     "Report",
     "Sharding",
     "adapters",
     "apply_lora",
     "disabled",
+    "load_adapter",
+    "load_adapter_weights",
     "merged",
     "report",
+    "save_adapter",
 ]
