@@ -1,0 +1,57 @@
+"""From a config to what the main job and `pretrain()` have in common: advantages and adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config.schema import Config
+from .lora import LoRAConfig
+from .ops.advantages import group_advantages
+from .parallel.whitening import whiten
+from .trainer import AdvantageEstimator
+
+
+def lora_settings(config: Config) -> LoRAConfig | None:
+    """Returns the adapters' settings, None if all weights are trained.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+    lora = config.lora
+    if lora.rank is None:
+        return None
+    return LoRAConfig(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.targets,
+        expert_rank=lora.expert_rank,
+        exclude=tuple(lora.exclude),
+        seed=lora.seed,
+        use_rslora=lora.use_rslora,
+    )
+
+
+def build_estimator(config: Config) -> AdvantageEstimator | None:
+    """Returns (rewards [N], group ids [N], trained tokens [N]) -> advantages [N], or None."""
+    advantage = config.advantage
+    if advantage.estimator in ("gae", "none"):
+        return None
+    settings: dict[str, Any] = {"estimator": advantage.estimator}
+    if advantage.estimator == "grpo":
+        settings["normalize_by_std"] = advantage.normalize_by_std
+    if advantage.k is not None:
+        settings["k"] = advantage.k
+
+    def estimate(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
+        if advantage.estimator == "opo":
+            settings["num_tokens"] = num_tokens
+        advantages = group_advantages(rewards, group_ids, **settings)
+        if not advantage.estimator.startswith("reinforce_plus_plus"):
+            return advantages
+        mask = torch.arange(int(num_tokens.max())) < num_tokens.unsqueeze(1)
+        return whiten(advantages.unsqueeze(1).expand(mask.shape), mask)[:, 0]
+
+    return estimate
