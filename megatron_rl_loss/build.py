@@ -14,7 +14,7 @@ from torch import Tensor
 from .config.schema import Config
 from .config.validate import rollouts_per_step
 from .errors import InputError
-from .lora import LoRAConfig, apply_lora, disabled, merged
+from .lora import apply_lora, disabled, merged
 from .mcore.checkpoint import Checkpointer
 from .mcore.checkpoint_state import Trained
 from .mcore.forward_step import ForwardStep, make_forward_step
@@ -23,16 +23,17 @@ from .mcore.model import build_gpt_model, padded_vocab_size, transformer_config
 from .mcore.model_spec import ModelSpec, model_spec_from_hf
 from .mcore.optimizer import build_optimizer, build_scheduler, wrap_with_ddp
 from .mcore.ranks import start_ranks
+from .mcore.value_model import value_spec, value_weights
 from .mcore.weights import export_hf_weights, load_hf_weights
-from .ops.advantages import group_advantages
-from .parallel.whitening import whiten
+from .ppo import PPO, AdaptiveCoefs, make_coefs, make_ppo
+from .recipe import build_estimator, lora_settings
 from .rollout_source import FileRollouts, RolloutSource, SampledRollouts
 from .rollouts.files import RolloutFiles
 from .rollouts.hf_model import check_hf_model, load_hf_model
 from .rollouts.prompts import PromptFile, PromptSource
 from .rollouts.rewards import ReasoningGymTask, RewardFn, load_reward_fn
 from .rollouts.sampler import Sampler
-from .trainer import AdvantageEstimator, Trainer
+from .trainer import Trainer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -85,52 +86,65 @@ def build_trainer(config: Config, spec: ModelSpec, weights: Any) -> Trainer:
         bare,
         use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
     )
-    optimizer = build_optimizer(
-        chunks,
-        lr=config.optimizer.lr,
-        betas=(config.optimizer.betas[0], config.optimizer.betas[1]),
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        clip_grad=config.optimizer.clip_grad,
-    )
+    optimizer, scheduler = _optimizer(config, chunks, config.optimizer.lr)
     forward_step = build_forward_step(config, spec)
+    ppo = build_ppo(config, spec, weights)
     return Trainer(
         chunks=chunks,
         optimizer=optimizer,
-        scheduler=build_scheduler(
-            optimizer,
-            lr=config.optimizer.lr,
-            warmup_steps=config.optimizer.warmup_steps,
-            total_steps=config.run.steps * updates_per_step(config),
-        ),
+        scheduler=scheduler,
         forward_step=forward_step,
         groups=parallel_groups(),
         estimator=build_estimator(config),
         cutting=_cutting(config),
         num_mini_batches=config.batch.mini_batches_per_step,
         num_epochs=config.batch.epochs,
+        ppo=ppo,
+        coefs=build_coefs(config, ppo),
         **_reference(config, spec, weights, chunks, forward_step),
     )
 
 
-def lora_settings(config: Config) -> LoRAConfig | None:
-    """Returns the adapters' settings, None if all weights are trained.
-
-    Raises:
-        ConfigError: a setting is out of range.
-    """
-    lora = config.lora
-    if lora.rank is None:
-        return None
-    return LoRAConfig(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=lora.targets,
-        expert_rank=lora.expert_rank,
-        exclude=tuple(lora.exclude),
-        seed=lora.seed,
-        use_rslora=lora.use_rslora,
+def _optimizer(config: Config, chunks: Sequence[Any], lr: float) -> tuple[Any, Any]:
+    """Returns Megatron's optimizer and its scheduler."""
+    settings = config.optimizer
+    optimizer = build_optimizer(
+        chunks,
+        lr=lr,
+        betas=(settings.betas[0], settings.betas[1]),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
     )
+    scheduler = build_scheduler(
+        optimizer,
+        lr=lr,
+        warmup_steps=settings.warmup_steps,
+        total_steps=config.run.steps * updates_per_step(config),
+    )
+    return optimizer, scheduler
+
+
+def build_ppo(config: Config, spec: ModelSpec, weights: Any) -> PPO | None:
+    """Returns the critic and its settings, None without advantage.estimator=gae."""
+    if config.advantage.estimator != "gae":
+        return None
+    chunks = wrap_with_ddp(
+        _model_chunks(config, value_spec(spec), value_weights(weights, spec)),
+        use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
+    )
+    settings = dict(vars(config.critic))
+    trained = (chunks, *_optimizer(config, chunks, settings.pop("lr")))
+    kl = {name: value for name, value in vars(config.reward).items() if name.startswith("kl_")}
+    return make_ppo(*trained, **settings, **kl)
+
+
+def build_coefs(config: Config, ppo: PPO | None) -> AdaptiveCoefs:
+    """Returns the coefficients that follow a measured quantity."""
+    names = ("kl_coef", "kl_target", "kl_horizon")
+    names += ("entropy_coef", "entropy_target", "entropy_step", "entropy_coef_max")
+    settings = {name: getattr(config.loss, name) for name in names}
+    return make_coefs(None if ppo is None else ppo.reward_kl, **settings)
 
 
 def build_forward_step(config: Config, spec: ModelSpec) -> ForwardStep:
@@ -156,29 +170,6 @@ def updates_per_step(config: Config) -> int:
     return config.batch.mini_batches_per_step * config.batch.epochs
 
 
-def build_estimator(config: Config) -> AdvantageEstimator | None:
-    """Returns (rewards [N], group ids [N], trained tokens [N]) -> advantages [N], or None."""
-    advantage = config.advantage
-    if advantage.estimator == "none":
-        return None
-    settings: dict[str, Any] = {"estimator": advantage.estimator}
-    if advantage.estimator == "grpo":
-        settings["normalize_by_std"] = advantage.normalize_by_std
-    if advantage.k is not None:
-        settings["k"] = advantage.k
-
-    def estimate(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
-        if advantage.estimator == "opo":
-            settings["num_tokens"] = num_tokens
-        advantages = group_advantages(rewards, group_ids, **settings)
-        if not advantage.estimator.startswith("reinforce_plus_plus"):
-            return advantages
-        mask = torch.arange(int(num_tokens.max())) < num_tokens.unsqueeze(1)
-        return whiten(advantages.unsqueeze(1).expand(mask.shape), mask)[:, 0]
-
-    return estimate
-
-
 def build_checkpointer(config: Config, spec: ModelSpec, trainer: Trainer) -> Checkpointer | None:
     """Returns what saves and resumes the run, None without `checkpoint.interval`."""
     checkpoint = config.checkpoint
@@ -186,13 +177,21 @@ def build_checkpointer(config: Config, spec: ModelSpec, trainer: Trainer) -> Che
         return None
     return Checkpointer(
         checkpoint.dir or Path(config.run.dir) / "checkpoints",
-        {"policy": Trained(trainer.chunks, trainer.optimizer, trainer.scheduler)},
+        _trained(trainer),
         interval=checkpoint.interval,
         keep_last=checkpoint.keep_last,
         asynchronous=checkpoint.asynchronous,
         identity={"model": asdict(spec), "order of the data": _data_order(config)},
         about={"layout": _parallel_sizes(config)},
     )
+
+
+def _trained(trainer: Trainer) -> dict[str, Trained]:
+    models = {"policy": Trained(trainer.chunks, trainer.optimizer, trainer.scheduler)}
+    if trainer.ppo is not None:
+        critic = trainer.ppo.critic
+        models["critic"] = Trained(critic.chunks, critic.optimizer, critic.scheduler, "critic.")
+    return models
 
 
 def _data_order(config: Config) -> dict[str, Any]:
@@ -242,7 +241,7 @@ def build_file_source(config: Config, spec: ModelSpec) -> FileRollouts:
         files,
         per_step=rollouts_per_step(config),
         shuffle_seed=config.run.seed if config.rollouts.shuffle else None,
-        whole_groups=config.advantage.estimator != "none",
+        whole_groups=config.advantage.estimator not in ("gae", "none"),
     )
 
 
@@ -296,8 +295,8 @@ def _reference(
     forward_step: ForwardStep,
 ) -> dict[str, Any]:
     """Returns the trainer's `reference`: with LoRA the model without its adapters, else a second
-    copy of the initial model, frozen; nothing if the loss does not ask."""
-    if "ref_log_probs" not in forward_step.objective.needs:
+    copy of the initial model, frozen; nothing if neither loss nor rewards ask."""
+    if "ref_log_probs" not in forward_step.objective.needs and not config.reward.kl_coef:
         return {}
     if config.lora.rank is not None:
         return {"reference": chunks, "reference_mode": partial(disabled, chunks)}
@@ -309,7 +308,9 @@ def _reference(
 
 def exported_chunks(config: Config, chunks: Sequence[Any]) -> Sequence[Any]:
     """Returns what `export_hf_weights` reads: with LoRA, views with the adapters merged in."""
-    return chunks if config.lora.rank is None else merged(chunks)
+    if config.lora.rank is None:
+        return chunks
+    return merged(chunks)
 
 
 def _dense_sizes(config: Config) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from .mcore.groups import ParallelGroups
 from .mcore.mini_batch import cut_mini_batch
 from .mcore.token_log_probs import token_log_probs
 from .mcore.train_step import train_step
+from .ppo import PPO, AdaptiveCoefs, Cut
 from .rollouts.rollout import Rollout
 from .rollouts.sequences import group_numbers, rollout_metrics, training_sequence
 from .types import MicroBatch
@@ -23,7 +24,8 @@ from .types import MicroBatch
 # (rewards [N], group ids [N], trained tokens [N]) -> advantages [N]
 AdvantageEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-LAST_VALUE = ("learning_rate",)  # of several mini-batches in a step, the last one's
+# of several mini-batches in a step, the last one's
+LAST_VALUE = ("learning_rate", "critic_learning_rate")
 LARGEST = ("_max",)
 
 
@@ -35,7 +37,8 @@ class Trainer:
         chunks, optimizer, scheduler: Megatron's.
         forward_step: with `on_policy` where every rollout is used for one optimizer step only.
         groups: this rank's.
-        estimator: makes advantages from rewards; None: the rollouts carry advantages.
+        estimator: makes advantages from rewards; None: the rollouts carry advantages, or `ppo`
+            makes them.
         cutting: keyword arguments of `cut_mini_batch`.
         num_mini_batches: optimizer steps per pass over a step's rollouts.
         num_epochs: passes.
@@ -43,6 +46,8 @@ class Trainer:
             trained one with `reference_mode`.
         reference_mode: makes the block in which the reference runs; with LoRA the adapters are
             disabled in it.
+        ppo: a critic and what belongs to it.
+        coefs: coefficients that change after each step.
     """
 
     chunks: Sequence[Any]
@@ -56,6 +61,8 @@ class Trainer:
     num_epochs: int = 1
     reference: Sequence[Any] | None = None
     reference_mode: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    ppo: PPO | None = None
+    coefs: AdaptiveCoefs = field(default_factory=AdaptiveCoefs)
 
     def train_on(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Trains on all rollouts of a step and returns the metrics, the same on every rank.
@@ -69,23 +76,33 @@ class Trainer:
             InputError, ConfigError: something is wrong with the rollouts; nothing was trained.
         """
         sequences = self._sequences(rollouts)
-        mini_batches = [
-            cut_mini_batch(part, self.groups, **self.cutting)[0] for part in self._parts(sequences)
+        cuts: list[Cut] = [
+            cut_mini_batch(part, self.groups, **self.cutting) for part in self._parts(sequences)
         ]
+        mini_batches = [micro_batches for micro_batches, _ in cuts]
         for micro_batches in mini_batches:
             self._add_log_probs(micro_batches)
+        made = {}
+        if self.ppo is not None:
+            made = self.ppo.prepare(cuts, self._parts(list(rollouts)), self.groups)
         results = [
-            train_step(
-                self.forward_step,
-                self.chunks,
-                self.optimizer,
-                micro_batches,
-                scheduler=self.scheduler,
-            )
+            self._update(micro_batches)
             for _ in range(self.num_epochs)
             for micro_batches in mini_batches
         ]
-        return mean_metrics(results) | rollout_metrics(rollouts)
+        metrics = mean_metrics(results) | rollout_metrics(rollouts) | made
+        return metrics | self.coefs.update(self.forward_step, metrics, len(rollouts))
+
+    def _update(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
+        """One optimizer step of the policy and, with a critic, one of the critic."""
+        metrics = train_step(
+            self.forward_step,
+            self.chunks,
+            self.optimizer,
+            micro_batches,
+            scheduler=self.scheduler,
+        )
+        return metrics if self.ppo is None else metrics | self.ppo.critic.train(micro_batches)
 
     def _sequences(self, rollouts: Sequence[Rollout]) -> list[dict[str, Tensor]]:
         numbers = group_numbers(rollouts)
@@ -97,7 +114,7 @@ class Trainer:
 
     def _advantages(self, rollouts: Sequence[Rollout], numbers: Sequence[int]) -> Sequence[Any]:
         if self.estimator is None:
-            if "advantages" not in self.forward_step.objective.needs:
+            if self.ppo or "advantages" not in self.forward_step.objective.needs:
                 return [0.0] * len(rollouts)
             missing = sum(rollout.advantage is None for rollout in rollouts)
             if missing:
@@ -127,15 +144,16 @@ class Trainer:
         return [sequences[i * size : (i + 1) * size] for i in range(num)]
 
     def _add_log_probs(self, micro_batches: list[MicroBatch]) -> None:
-        """Adds the `old_log_probs` and `ref_log_probs` that the loss reads and that are missing."""
+        """Adds the `old_log_probs` and `ref_log_probs` that are read and that are missing."""
+        needs = self.forward_step.objective.needs + (() if self.ppo is None else self.ppo.needs)
         models = {"old_log_probs": self.chunks, "ref_log_probs": self.reference}
         for name, model in models.items():
-            if name not in self.forward_step.objective.needs or name in micro_batches[0]:
+            if name not in needs or name in micro_batches[0]:
                 continue
             if model is None:
                 raise ConfigError(
-                    f"the loss reads {name!r}, but the rollouts carry none and there is no "
-                    "reference model."
+                    f"the loss (or the KL in the rewards) reads {name!r}, but the rollouts carry "
+                    "none and there is no reference model."
                 )
             mode = self.reference_mode if name == "ref_log_probs" else contextlib.nullcontext
             with mode():

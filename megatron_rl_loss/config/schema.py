@@ -154,12 +154,20 @@ class RewardConfig:
         format_pattern: regular expression; a response that matches it as a whole earns
             `format_reward` on top.
         format_reward: see there.
+        kl_coef, kl_estimator: KL to the reference, taken from the reward of each token; only with
+            advantage.estimator=gae.
+        kl_target, kl_horizon: kl_coef follows the measured KL (nats per token, sequences), see
+            `ops.coefficients.AdaptiveKLCoef`; null: it stays.
     """
 
     fn: str | None = None
     correct_score: float | None = 0.9
     format_pattern: str | None = None
     format_reward: float = 0.2
+    kl_coef: float = 0.0
+    kl_estimator: str = "k1"
+    kl_target: float | None = None
+    kl_horizon: float = 10_000.0
 
 
 @dataclass
@@ -167,8 +175,8 @@ class AdvantageConfig:
     """Advantages from rewards.
 
     Attributes:
-        estimator: a name in `ops.advantages.ADVANTAGE_ESTIMATORS`, or "none": rollout files carry
-            advantages, or the loss reads none.
+        estimator: a name in `ops.advantages.ADVANTAGE_ESTIMATORS`; "gae": from a critic, per
+            token; or "none": rollout files carry advantages, or the loss reads none.
         normalize_by_std: for "grpo".
         k: for "pass_at_k".
     """
@@ -176,6 +184,29 @@ class AdvantageConfig:
     estimator: str = "grpo"
     normalize_by_std: bool = True
     k: int | None = None
+
+
+@dataclass
+class CriticConfig:
+    """The critic of advantage.estimator=gae: the policy's layers, with a value head.
+
+    It has the policy's layout, dtype and optimizer settings but for the learning rate, and takes
+    one optimizer step for each of the policy's. Values start at 0.
+
+    Attributes:
+        lr: learning rate after the warm-up.
+        value_clip: see `losses.value.clipped_value_loss`; null: no clip.
+        discount, gae_lambda: see `ops.gae.gae`.
+        whiten_advantages: mean 0 and variance 1 over all trained tokens of a step.
+        bootstrap: the last token's value follows a response that was cut short, instead of 0.
+    """
+
+    lr: float = 1e-5
+    value_clip: float | None = 0.2
+    discount: float = 1.0
+    gae_lambda: float = 0.95
+    whiten_advantages: bool = True
+    bootstrap: bool = False
 
 
 @dataclass
@@ -188,7 +219,11 @@ class LossConfig:
             the settings of the configs before it.
         reduction, max_seq_len, count_empty_sequences: token weights, see `ops.reduction`.
         kl_coef, kl_estimator, kl_is_weighted: KL to the reference.
+        kl_target, kl_horizon: kl_coef follows the measured KL (nats per token, sequences), see
+            `ops.coefficients.AdaptiveKLCoef`; null: it stays.
         entropy_coef, entropy_max: entropy bonus.
+        entropy_target, entropy_step, entropy_coef_max: entropy_coef follows the measured entropy
+            (nats), see `ops.coefficients.AdaptiveEntropyCoef`; null: it stays.
         off_policy: settings of `losses.off_policy.OffPolicy`; empty: no correction.
         lm_head: "logits", "fused" (log-probs without logits) or "auto": logits while those of a
             micro-batch fit the budget, see `mcore.fused_head`.
@@ -203,8 +238,13 @@ class LossConfig:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_is_weighted: bool = False
+    kl_target: float | None = None
+    kl_horizon: float = 10_000.0
     entropy_coef: float = 0.0
     entropy_max: float | None = None
+    entropy_target: float | None = None
+    entropy_step: float = 0.005
+    entropy_coef_max: float = 1.0
     off_policy: dict[str, Any] = field(default_factory=dict)
     lm_head: str = "auto"
     memory_budget_bytes: int | None = None
@@ -306,5 +346,6 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

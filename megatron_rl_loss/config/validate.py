@@ -27,7 +27,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": DTYPES,
     "sampler.dtype": DTYPES,
     "rollouts.source": ("sampler", "files"),
-    "advantage.estimator": (*ADVANTAGE_ESTIMATORS, "none"),
+    "advantage.estimator": (*ADVANTAGE_ESTIMATORS, "gae", "none"),
+    "reward.kl_estimator": tuple(KL_ESTIMATORS),
     "loss.reduction": REDUCTIONS,
     "loss.kl_estimator": tuple(KL_ESTIMATORS),
     "loss.lm_head": LM_HEADS,
@@ -45,6 +46,7 @@ def _at_least(least: float) -> _Range:
 
 
 _POSITIVE: _Range = ("greater than 0", lambda value: value > 0)
+_FRACTION: _Range = ("in [0, 1]", lambda value: 0 <= value <= 1)
 _FINITE: _Range = ("finite", math.isfinite)
 RANGES: dict[str, _Range] = {
     "run.seed": _at_least(0),
@@ -70,7 +72,19 @@ RANGES: dict[str, _Range] = {
     "reward.correct_score": _FINITE,
     "reward.format_reward": _FINITE,
     "advantage.k": _at_least(1),
+    "reward.kl_coef": _at_least(0),
+    "reward.kl_target": _POSITIVE,
+    "reward.kl_horizon": _POSITIVE,
+    "critic.lr": _at_least(0),
+    "critic.value_clip": _POSITIVE,
+    "critic.discount": _FRACTION,
+    "critic.gae_lambda": _FRACTION,
     "loss.max_seq_len": _at_least(1),
+    "loss.kl_target": _POSITIVE,
+    "loss.kl_horizon": _POSITIVE,
+    "loss.entropy_target": _POSITIVE,
+    "loss.entropy_step": _POSITIVE,
+    "loss.entropy_coef_max": _POSITIVE,
     "loss.memory_budget_bytes": _at_least(0),
     "batch.micro_batch_size": _at_least(1),
     "batch.max_tokens_per_microbatch": _at_least(1),
@@ -191,7 +205,12 @@ def _advantage(config: Config) -> Iterator[str]:
             "advantage.normalize_by_std: false is only read by advantage.estimator=grpo, got "
             f"{advantage.estimator}."
         )
-    compares = advantage.estimator not in ("none", "reinforce_plus_plus")
+    if config.reward.kl_coef and advantage.estimator != "gae":
+        yield (
+            "reward.kl_coef: puts the KL into the reward of each token, which only "
+            f"advantage.estimator=gae reads, got {advantage.estimator}; use loss.kl_coef."
+        )
+    compares = advantage.estimator not in ("none", "gae", "reinforce_plus_plus")
     if compares and from_sampler and config.sampler.samples_per_prompt < 2:
         yield (
             f"sampler.samples_per_prompt: advantage.estimator={advantage.estimator} compares the "
@@ -252,6 +271,18 @@ def _objective(config: Config) -> Iterator[str]:
         )
 
 
+def _adaptive(config: Config) -> Iterator[str]:
+    for name, section in (("reward", config.reward), ("loss", config.loss)):
+        if section.kl_target is not None and not section.kl_coef:
+            yield f"{name}.kl_target: needs {name}.kl_coef > 0 to start from, got 0."
+    loss = config.loss
+    if loss.entropy_target is not None and not 0 <= loss.entropy_coef <= loss.entropy_coef_max:
+        yield (
+            f"loss.entropy_coef: with loss.entropy_target it must be in [0, "
+            f"loss.entropy_coef_max={loss.entropy_coef_max}], got {loss.entropy_coef}."
+        )
+
+
 def _batch(config: Config) -> Iterator[str]:
     batch = config.batch
     if (batch.micro_batch_size is None) == (batch.max_tokens_per_microbatch is None):
@@ -291,4 +322,4 @@ def _no_numbers(path: str, given: Mapping[str, Any], defaults: Mapping[str, Any]
     ]
 
 
-_RULES = (_choices, _ranges, _parallel, _source, _advantage, _loss, _batch)
+_RULES = (_choices, _ranges, _parallel, _source, _advantage, _loss, _adaptive, _batch)

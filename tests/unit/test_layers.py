@@ -18,9 +18,10 @@ LAYERS = [
     ("losses", "logprobs", "parallel"),
     ("mcore", "rollouts", "config", "torch_backend"),
     ("lora",),
-    ("signals",),
+    ("signals", "ppo"),
     ("report", "rollout_source", "trainer", "between_steps"),
-    ("build",),
+    ("recipe",),
+    ("build", "pretrain"),
     ("train", "audit"),
     ("cli", "__main__"),
 ]
