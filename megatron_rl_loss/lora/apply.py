@@ -88,7 +88,12 @@ def _agree(found: Sequence[Linear], config: LoRAConfig, problems: list[str]) -> 
 def _put_adapters(parts: list[Linear], config: LoRAConfig) -> None:
     made = [make_adapter(part, config) for part in parts]
     module = parts[0].module
-    put_adapter(module, made[0] if parts[0].local_expert is None else GroupedAdapter(made))
+    if parts[0].local_expert is None:
+        put_adapter(module, made[0])
+    else:
+        put_adapter(
+            module, GroupedAdapter(made, parts[0].expert or 0, module.config.num_moe_experts)
+        )
 
 
 def make_adapter(linear: Linear, config: LoRAConfig) -> Adapter:

@@ -7,6 +7,7 @@ optimizer that wrote them matters to the one that reads them. The base model is 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,10 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from torch import Tensor
 
 from ..errors import WeightsError
+from ..mcore.checkpoint_write import stage
+from ..parallel.agreement import raise_together
 from .adapter import sharded
 from .handles import AdapterHandle, adapters, check_has_lora
 from .names import unwrapped
@@ -44,15 +50,13 @@ def save_adapter(folder: str | Path, model_chunks: Sequence[Any], optimizer: Any
     up over data-parallel ranks first.
     """
     check_has_lora(model_chunks)
-    folder = Path(folder)
-    _make_folder(folder)
     tensors = _weights(model_chunks)
     common: dict[str, Any] = {"config": _settings(model_chunks), "step": None}
     if optimizer is not None:
         states = parameter_states(model_chunks, optimizer)
         tensors |= _optimizer_tensors(model_chunks, states)
         common["step"] = _common_step(states)
-    dist_checkpointing.save({"tensors": tensors, _COMMON: common}, str(folder))
+    write_state({"tensors": tensors, _COMMON: common}, Path(folder))
 
 
 def load_adapter(folder: str | Path, model_chunks: Sequence[Any], optimizer: Any) -> None:
@@ -100,16 +104,41 @@ def load_adapter_weights(
             state.set_step(0)
 
 
-def _make_folder(folder: Path) -> None:
-    problem = [None]
-    if dist.get_rank() == 0:
-        if folder.exists() and any(folder.iterdir()):
-            problem = [f"{folder} is not empty; choose a new folder."]
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise WeightsError(problem[0])
+def write_state(state: dict[str, Any], folder: Path) -> None:
+    """Writes a sharded state dict beside the final folder and renames when all ranks are done."""
+    group = dist.new_group(backend="gloo")
+    writing = folder.with_name(f".{folder.name}.writing")
+    try:
+        raise_together(lambda: _make_folder(folder, writing, group), group)
+        staged = stage(state, writing, validate=True)
+        torch_checkpoint.save(
+            dict(staged),
+            storage_writer=torch_checkpoint.FileSystemWriter(writing),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=group,
+        )
+        raise_together(lambda: _publish(writing, folder, group), group)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _make_folder(folder: Path, writing: Path, group: dist.ProcessGroup) -> None:
+    if group.rank() != 0:
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise WeightsError(f"{folder} is not empty; choose a new folder.")
+    if writing.exists():  # of a run that was killed
+        shutil.rmtree(writing)
+    writing.mkdir(parents=True)
+
+
+def _publish(writing: Path, folder: Path, group: dist.ProcessGroup) -> None:
+    if group.rank() != 0:
+        return
+    save_config(CheckpointingConfig("torch_dist", 1), str(writing))
+    if folder.exists():
+        folder.rmdir()
+    writing.rename(folder)
 
 
 def _settings(model_chunks: Sequence[Any]) -> dict[str, Any]:

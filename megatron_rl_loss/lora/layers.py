@@ -18,11 +18,19 @@ from .adapter import Adapter
 
 
 class GroupedAdapter(torch.nn.Module):
-    """One adapter per local expert, for a grouped linear layer."""
+    """One adapter per local expert, for a grouped linear layer.
 
-    def __init__(self, experts: Sequence[Adapter]) -> None:
+    Args:
+        experts: this rank's.
+        first: number over all ranks of the first of them.
+        num_experts: over all ranks.
+    """
+
+    def __init__(self, experts: Sequence[Adapter], first: int, num_experts: int) -> None:
         super().__init__()
         self.experts = torch.nn.ModuleList(experts)
+        self.first = first
+        self.num_experts = num_experts
 
     @property
     def enabled(self) -> bool:
@@ -37,10 +45,15 @@ class GroupedAdapter(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        raise NotImplementedError(
-            "adapters of grouped linear layers are not in distributed checkpoints yet; use "
-            "SequentialMLP experts (moe_grouped_gemm=False) to save adapters."
-        )
+        """Returns the entries that SequentialMLP makes: one tensor, with an axis of experts."""
+        axis = len(sharded_offsets)
+        entries = {}
+        for i, expert in enumerate(self.experts):
+            offsets = (*sharded_offsets, (axis, self.first + i, self.num_experts))
+            own = expert.sharded_state_dict(prefix, offsets, metadata)
+            inner = f"{prefix}experts.{i}."
+            entries |= {key.replace(prefix, inner, 1): entry for key, entry in own.items()}
+        return entries
 
 
 class _WithAdapter:

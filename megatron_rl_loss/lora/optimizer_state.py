@@ -132,7 +132,7 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, dict[str, An
             "use_precision_aware_optimizer keeps its states in a form that is not supported for "
             "adapters; set it to False."
         )
-    for parameter in member.model_param_gbuf_map:
+    for parameter in (p for buffer in member.buffers for p in buffer.params):
         values: dict[str, Any] = {"data_group": member.data_parallel_group}
         if parameter in member.model_param_group_index_map:
             index, order = member.model_param_group_index_map[parameter]

@@ -134,6 +134,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _restore(state: ParameterState, saved: _Saved) -> None:
     state.parameter.copy_(saved.value)
+    if hasattr(state.parameter, "main_grad"):
+        # after a step of the fp32 optimizer it is main_grad itself, which the next backward pass
+        # would then add to itself
+        state.parameter.grad = None
     if state.main is not None and saved.main is not None:
         state.main.copy_(saved.main)
     gradient = getattr(state.parameter, "main_grad", state.parameter.grad)

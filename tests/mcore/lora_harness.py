@@ -42,7 +42,8 @@ class Case:
     random_b: bool = True
     steps: int = 1
     overrides: dict[str, Any] = field(default_factory=dict)
-    all_to_one_expert: bool = False
+    all_to_one_pair: bool = False
+    sign: float = 1.0
 
 
 @dataclass
@@ -178,7 +179,9 @@ def _moe(case: Case) -> list[Any]:
 
     layout = MoeLayout(case.base, ep=case.ep, etp=case.etp)
     config = moe_harness.moe_config(layout)
-    for name, value in ({"params_dtype": case.dtype} | case.overrides).items():
+    settings = {"params_dtype": case.dtype, "gated_linear_unit": True}
+    settings["activation_func"] = torch.nn.functional.silu
+    for name, value in (settings | case.overrides).items():
         setattr(config, name, value)
     model = GPTModel(
         config=config,
@@ -190,10 +193,22 @@ def _moe(case: Case) -> list[Any]:
         position_embedding_type="rope",
     ).to(case.dtype)
     for name, (index, dim, parameter) in moe_harness.named_parameters(model).items():
-        parameter.data.copy_(moe_harness.made_weight(name, index, dim, parameter, layout))
-        if case.all_to_one_expert and name.endswith("router.weight"):
-            parameter.data.zero_()  # all logits equal: the first experts get every token
+        sharded = getattr(parameter, "tensor_model_parallel", False)
+        size = 1 if not sharded else case.etp if "experts" in name else case.base.tp
+        parameter.data.copy_(_made_weight(name, parameter.shape, index, size, dim))
+        if case.all_to_one_pair and name.endswith("router.weight"):
+            parameter.data.zero_()  # equal logits: all tokens go to the same two experts
     return [model]
+
+
+def _made_weight(name: str, shape: Sequence[int], index: int, size: int, dim: int) -> Tensor:
+    """Returns this rank's part of the weight that `name` has in every layout."""
+    whole_shape = list(shape)
+    whole_shape[dim] *= size
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    value = torch.randn(whole_shape, generator=generator) * 0.2 + ("norm" in name)
+    kind = "gate_up" if "linear_fc1" in name else "other"
+    return shard(value, kind, True, index, size, dim if size > 1 else None)
 
 
 def lora_config(case: Case) -> Any:
@@ -226,6 +241,7 @@ def wrapped(case: Case, chunks: list[Any]) -> tuple[list[Any], Any]:
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.transformer.module import Float16Module
 
     from megatron_rl_loss.mcore.optimizer import build_optimizer
 
@@ -234,6 +250,9 @@ def wrapped(case: Case, chunks: list[Any]) -> tuple[list[Any], Any]:
         use_distributed_optimizer=case.base.distributed_optimizer,
     )
     config = chunks[0].config
+    if case.dtype == torch.bfloat16:
+        config.bf16 = True
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
     chunks = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
@@ -247,6 +266,7 @@ def train_on_rank(case: Case) -> dict[str, Any]:
     chunks, optimizer = build(case)
     base = frozen_bits(chunks)
     for _ in range(case.steps):
+        optimizer.zero_grad()
         logits = forward_backward(case, chunks)
         gradients = named(case, chunks, lambda p: p.main_grad)
         _, grad_norm, _ = optimizer.step()
@@ -306,7 +326,7 @@ def forward_backward(
             for i, row in enumerate(batch["rows"]):
                 seen[row, groups.tp.rank(), groups.cp.rank()] = logits[i].detach().clone()
             target = own(batch["targets"]).chunk(groups.tp.size(), -1)[groups.tp.rank()]
-            return (logits * target).sum() * factor, {}
+            return (logits * target).sum() * (factor * case.sign), {}
 
         return output, loss
 

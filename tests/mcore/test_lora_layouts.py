@@ -50,6 +50,8 @@ def test_logits_gradients_and_step_equal_one_rank(name):
     for key, gradient in expected.gradients.items():
         assert gradient.norm() > 1e-3, key
         assert relative_error(actual.gradients[key], gradient) < 1e-10, key
-    assert actual.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)  # Megatron takes it in fp32
+    assert actual.grad_norm == pytest.approx(
+        expected.grad_norm, rel=1e-6
+    )  # Megatron takes it in fp32
     for key, parameter in expected.parameters.items():
         assert relative_error(actual.parameters[key], parameter) < 1e-9, key
