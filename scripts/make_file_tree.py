@@ -18,6 +18,7 @@ FOLDERS = {
     "logprobs": "log-probs and entropy from logits or hidden states",
     "parallel": "who communicates what",
     "mcore": "everything that touches Megatron-Core",
+    "lora": "low-rank adapters, and what keeps, swaps and saves them",
     "torch_backend": "the same objective behind torch DDP and FSDP2",
     "rollouts": "rollout files, prompts, rewards, the embedded sampler",
     "config": "settings of the main job",
