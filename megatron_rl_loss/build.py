@@ -187,7 +187,8 @@ def build_checkpointer(config: Config, spec: ModelSpec, trainer: Trainer) -> Che
 
 
 def _trained(trainer: Trainer) -> dict[str, Trained]:
-    models = {"policy": Trained(trainer.chunks, trainer.optimizer, trainer.scheduler)}
+    policy = Trained(trainer.chunks, trainer.optimizer, trainer.scheduler, extra=trainer)
+    models = {"policy": policy}
     if trainer.ppo is not None:
         critic = trainer.ppo.critic
         models["critic"] = Trained(critic.chunks, critic.optimizer, critic.scheduler, "critic.")

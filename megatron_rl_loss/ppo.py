@@ -179,16 +179,16 @@ class AdaptiveCoefs:
         return {name: vars(part).copy() for name, part in parts.items() if part is not None}
 
     def load_state(self, state: dict[str, Any], forward_step: ForwardStep) -> None:
-        """Takes over the values of `state`, made by a run with the same settings."""
+        """Takes over the values of `state`; a coefficient that is not in it starts anew."""
         changes = {}
-        if self.kl is not None:
+        if self.kl is not None and "kl" in state:
             self.kl.value = changes["kl_coef"] = state["kl"]["value"]
-        if self.entropy is not None:
+        if self.entropy is not None and "entropy" in state:
             self.entropy.inner = state["entropy"]["inner"]
             self.entropy.value = changes["entropy_coef"] = state["entropy"]["value"]
         forward_step.objective = replace(forward_step.objective, **changes)
         reward = self.reward_kl
-        if reward is not None and reward.adaptive is not None:
+        if reward is not None and reward.adaptive is not None and "reward_kl" in state:
             reward.coef = reward.adaptive.value = state["reward_kl"]["value"]
 
 

@@ -93,6 +93,14 @@ class Trainer:
         metrics = mean_metrics(results) | rollout_metrics(rollouts) | made
         return metrics | self.coefs.update(self.forward_step, metrics, len(rollouts))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run must know beside models and optimizers."""
+        return self.coefs.state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned, in a run with the same settings."""
+        self.coefs.load_state(state, self.forward_step)
+
     def _update(self, micro_batches: list[MicroBatch]) -> dict[str, float]:
         """One optimizer step of the policy and, with a critic, one of the critic."""
         metrics = train_step(

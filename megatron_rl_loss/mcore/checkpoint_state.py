@@ -28,12 +28,14 @@ class Trained:
         chunks, optimizer, scheduler: Megatron's.
         prefix: of its tensors' names in the checkpoint, e.g. "critic."; none for the policy, so
             that Megatron's own tools find the names they know.
+        extra: more state, with `state_dict()` of plain numbers and `load_state_dict(state)`.
     """
 
     chunks: Sequence[Any]
     optimizer: Any
     scheduler: Any
     prefix: str = ""
+    extra: Any = None
 
 
 def sharded_state(
@@ -65,6 +67,7 @@ def _model_state(trained: Trained, is_loading: bool) -> dict[str, Any]:
         "chunks": chunks,
         "optimizer": optimizer,
         "scheduler": trained.scheduler.state_dict(),
+        "extra": {} if trained.extra is None else trained.extra.state_dict(),
     }
 
 
@@ -104,6 +107,8 @@ def load_state(folder: Path, wanted: Mapping[str, Any], models: Mapping[str, Tra
         for group, kept in zip(trained.optimizer.param_groups, settings[name], strict=True):
             group.update(kept)
         _load_scheduler(trained.scheduler, part["scheduler"])
+        if trained.extra is not None:
+            trained.extra.load_state_dict(part["extra"])
     if "rng" in wanted:
         _set_rng(loaded["rng"])
 
