@@ -41,6 +41,39 @@ Losses marked (*) rank or average over this rank's micro-batch, so their gradien
 cut by definition. All others give the same gradient for any cut.
 """
 
+CRITIC = """
+## PPO with a critic
+
+    V: value head on the layers of a model of its own, [1, H] in fp32, starts at 0
+    A_t, R_t: GAE over the trained tokens of each sequence (`ops.gae`), R_t = A_t + V_t
+    l_t = 1/2 max((V_t - R_t)^2, (clip(V_t, V_old - c, V_old + c) - R_t)^2)
+
+The critic's loss is the same weighted sum: `make_value_step(value_clip=...)` takes micro-batches
+with `old_values`, `returns` and `loss_weights` (no advantage could carry them), and its gradient
+does not depend on the cut either: tested for M = 1, 2, 4, DP, TP with and without sequence
+parallelism, PP, VPP, CP and packed rows.
+
+| you want | call |
+|---|---|
+| a critic | `build_gpt_model(value_spec(spec), config)` |
+| a policy's weights in it | `load_hf_weights(chunks, value_weights(weights, spec), value_spec(spec))` |
+| a head on your own Megatron model | `put_value_head(chunks)` on every rank, before DDP |
+| values without gradient, [rows, S] | `token_values(chunks, micro_batches)` |
+| a step | `train_step(make_value_step(), chunks, optimizer, micro_batches)` |
+
+Metrics: `loss`, `value_mean`, `return_mean`, `value_clip_fraction`, `explained_variance` (1 -
+var(R - V) / var(R)).
+
+In the main job: `advantage.estimator=gae` and the section `critic:`
+([`configs/ppo_critic_example.yaml`](../configs/ppo_critic_example.yaml)). The response's reward
+comes at its last trained token; `reward.kl_coef` takes the KL to the reference from each token's
+reward (fixed, or following `reward.kl_target`); `critic.bootstrap` lets the last value follow a
+response that was cut short; advantages are whitened over all tokens of the step unless
+`critic.whiten_advantages=false`. `export_hf_weights(critic_chunks, value_spec(spec))` gives a
+critic's tensors, the head named `score.weight` as in Hugging Face's sequence classification
+models.
+"""
+
 CHOICES = """
 ## Where public code disagrees, and what is chosen here
 
@@ -130,7 +163,7 @@ def strange_files() -> list[Path]:
 def document() -> str:
     parts = [INTRO, loss_table(), MICRO_BATCH_NOTE, "## Formulas and sources\n", formulas()]
     parts += [preset_section(), advantage_section(), kl_section(), correction_section()]
-    parts += [CHOICES, OWN_LOSS, LEFT_OUT]
+    parts += [CRITIC, CHOICES, OWN_LOSS, LEFT_OUT]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 
@@ -208,8 +241,12 @@ def kl_section() -> str:
         "k3 = exp(-d) - 1 + d, abs = |d|; `k1+` and `k3+` have k2's gradient, which on-policy is "
         "that of KL(policy || reference); k3's own is that of the forward KL, and k1's is 0 on "
         "average. `kl_is_weighted` multiplies k1 or k3 by r with gradient, which is right "
-        "off-policy. To fold the KL into rewards instead: `ops.kl.kl_shaped_rewards`; coefficients "
-        "that follow a target: `ops.coefficients`."
+        "off-policy. To fold the KL into rewards instead: `reward.kl_coef` of the main job with a "
+        "critic, or `ops.kl.kl_shaped_rewards`. A coefficient that follows a target: "
+        "`loss.kl_target`, `reward.kl_target` and, for the entropy bonus, `loss.entropy_target` "
+        "of the main job, or `ops.coefficients`. They change after a step, from metrics that are "
+        "the same on every rank, and are kept in checkpoints. `entropy_max` bounds the entropy "
+        "that earns a bonus."
     )
 
 

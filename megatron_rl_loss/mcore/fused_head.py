@@ -166,6 +166,8 @@ def fused_obstacle(chunk: Any) -> str | None:
     layer, config = chunk.output_layer, chunk.config
     if type(layer) is not ColumnParallelLinear:
         return f"its output layer is {type(layer).__name__}, not Megatron's ColumnParallelLinear."
+    if "forward" in vars(layer):
+        return "the forward of its output layer was replaced."
     if layer.bias is not None:
         return "its output layer has a bias."
     for name in ("mtp_num_layers", "defer_embedding_wgrad_compute", "use_mup"):

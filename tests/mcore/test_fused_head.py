@@ -115,6 +115,7 @@ def test_the_fused_head_makes_no_logits_and_runs_the_layers_hooks(head):
 
 REFUSED = {
     "bias": "output layer has a bias",
+    "forward": "forward of its output layer was replaced",
     "layer": "OtherLayer, not Megatron's ColumnParallelLinear",
     "mtp_num_layers": "mtp_num_layers=1",
     "defer_embedding_wgrad_compute": "defer_embedding_wgrad_compute=1",
@@ -136,6 +137,8 @@ def run_refused() -> dict[str, str | None]:
     found = {"nothing": fused_obstacle(chunk)}
     with patch.object(layer, "bias", torch.nn.Parameter(torch.zeros(1))):
         found["bias"] = fused_obstacle(chunk)
+    with patch.object(layer, "forward", layer.forward):
+        found["forward"] = fused_obstacle(chunk)
     with patch.object(chunk, "output_layer", other):
         found["layer"] = fused_obstacle(chunk)
     for name in ("mtp_num_layers", "defer_embedding_wgrad_compute", "use_mup"):
