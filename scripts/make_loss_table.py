@@ -56,7 +56,7 @@ parallelism, PP, VPP, CP and packed rows.
 | you want | call |
 |---|---|
 | a critic | `build_gpt_model(value_spec(spec), config)` |
-| a policy's weights in it | `load_hf_weights(chunks, value_weights(weights, spec), value_spec(spec))` |
+| a policy's weights in it | `load_hf_weights(chunks, value_weights(weights, spec), critic_spec)` |
 | a head on your own Megatron model | `put_value_head(chunks)` on every rank, before DDP |
 | values without gradient, [rows, S] | `token_values(chunks, micro_batches)` |
 | a step | `train_step(make_value_step(), chunks, optimizer, micro_batches)` |
