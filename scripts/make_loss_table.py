@@ -115,14 +115,23 @@ for too; keyword-only parameters are settings. Pass the function, or `"my_pkg.my
 a config. `losses.contract_check.check_loss(my_loss)` tells what is wrong with it, if anything.
 """
 
+NEIGHBOURS = """
+## Neighbours that are functions, not losses of the table
+
+* **DPO**: -log sigmoid of a difference of two sequences is not a weighted sum of per-token
+  losses, and a pair may be cut apart. Its gradient is one: `ops.preferences.dpo_advantages` makes
+  advantages from the responses' log-prob sums (one more forward pass, `token_log_probs`), for
+  `policy_gradient` with `seq_mean_token_sum_norm`, max_seq_len=1. Exact for one optimizer step
+  per forward pass.
+* **Top-k forward KL to a teacher**: `losses.distillation.top_k_forward_kl` on the log-probs of
+  the teacher's tokens, which `vocab_parallel_outputs(logits, token_ids=...)` gives, also over
+  vocabulary shards. The forward step hands losses one log-prob per token, so it takes a step of
+  your own.
+"""
+
 LEFT_OUT = """
 ## Left out, and why
 
-* **Pairwise losses (DPO, IPO ...)**: -log sigmoid of a difference between two sequences is not a
-  weighted sum of per-token losses; both sequences would have to share a micro-batch, which the
-  contract's freedom to cut anywhere forbids.
-* **Top-k forward KL to a teacher**: it needs the student's log-probs of k tokens per position, not
-  of the sampled one.
 * **Mini-batch thresholds for clip_cov and kl_cov**: they work on the micro-batch, as published
   code does, and are marked.
 * **Self-normalised importance weights**: make them over the mini-batch and pass them as
@@ -163,7 +172,7 @@ def strange_files() -> list[Path]:
 def document() -> str:
     parts = [INTRO, loss_table(), MICRO_BATCH_NOTE, "## Formulas and sources\n", formulas()]
     parts += [preset_section(), advantage_section(), kl_section(), correction_section()]
-    parts += [CRITIC, CHOICES, OWN_LOSS, LEFT_OUT]
+    parts += [CRITIC, NEIGHBOURS, CHOICES, OWN_LOSS, LEFT_OUT]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 

@@ -1,9 +1,12 @@
-"""Distillation on the student's own samples."""
+"""Distillation from a teacher: by the sampled token, or by the teacher's k most probable ones."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ..errors import InputError
+from ..ops.precision import at_least_fp32
 from ..ops.ratios import log_ratio, ratio
 from ..types import TokenLoss
 
@@ -32,3 +35,56 @@ def on_policy_distillation(
     r = ratio(log_probs, old_log_probs)
     reverse_kl = log_ratio(log_probs.detach(), teacher_log_probs)
     return TokenLoss(r * gap, {"reverse_kl": reverse_kl, "ratio_mean": r.detach()})
+
+
+def top_k_forward_kl(
+    token_log_probs: Tensor, teacher_top_log_probs: Tensor, *, with_rest: bool = False
+) -> TokenLoss:
+    """Forward KL to a teacher over its k most probable tokens of each position.
+
+    Formula: l = sum_k q_k (log q_k - log p_k), q_k = exp(teacher_top_log_probs). `with_rest` adds
+    all other tokens as one, (1 - Q) (log(1 - Q) - log(1 - P)) with Q = sum_k q_k, P = sum_k p_k
+    (at most 1 - 1e-6): l is then a KL itself, never negative and never above the whole one.
+
+    It is a function, not a loss of the registry, as it reads k log-probs per position: take them
+    from `vocab_parallel_outputs(logits, token_ids=teacher_top_ids)` in a forward step of your own,
+    and weight and sum l as any loss.
+
+    Args:
+        token_log_probs: student's log-probs of the teacher's tokens, [..., k], nats; gets the
+            gradient.
+        teacher_top_log_probs: same shape, nats, constant.
+        with_rest: see above.
+
+    Returns:
+        `TokenLoss`, [...], with the stat `teacher_mass` (Q).
+
+    Raises:
+        InputError: the shapes differ.
+
+    Source: Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), cut to k tokens.
+
+    >>> teacher = torch.tensor([[0.5, 0.25]]).log()
+    >>> top_k_forward_kl(teacher, teacher, with_rest=True).loss
+    tensor([0.])
+    """
+    if token_log_probs.shape != teacher_top_log_probs.shape or not token_log_probs.dim():
+        raise InputError(
+            f"token_log_probs {list(token_log_probs.shape)} and teacher_top_log_probs "
+            f"{list(teacher_top_log_probs.shape)} must have one shape [..., k]; nothing is "
+            "broadcast."
+        )
+    log_p, log_q = at_least_fp32(token_log_probs), at_least_fp32(teacher_top_log_probs.detach())
+    q = log_q.exp()
+    # 0 * (-inf - x) would be NaN for a token the teacher rules out
+    loss = torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
+    mass = q.sum(-1)
+    if with_rest:
+        loss = loss + _rest(mass, log_p.exp().sum(-1))
+    return TokenLoss(loss, {"teacher_mass": mass})
+
+
+def _rest(q: Tensor, p: Tensor) -> Tensor:
+    """(1 - q) (log(1 - q) - log(1 - p)), both at most 1 - 1e-6."""
+    log_rest_q, log_rest_p = (torch.log1p(-x.clamp(max=1.0 - 1e-6)) for x in (q, p))
+    return log_rest_q.exp() * (log_rest_q - log_rest_p)
