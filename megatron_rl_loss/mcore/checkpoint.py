@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, InputError
 from ..parallel.agreement import raise_together
 from . import checkpoint_files as files
 from .checkpoint_state import Trained, load_state, sharded_state, wanted_state
@@ -33,7 +33,7 @@ class Checkpointer:
         keep_last: so many are kept, older ones are removed.
         asynchronous: write beside training; False: `save` returns when all is on the disk.
         identity: what must be the same when the run is resumed, e.g. {"model": {...}}.
-        about: further facts for the manifest; not compared.
+        about: the layout; random states are only restored where it is the same.
 
     Communicates: makes a gloo process group; every rank must construct it.
     """
@@ -55,7 +55,7 @@ class Checkpointer:
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         self._identity = _plain(identity or {})
-        self._about = dict(about or {})
+        self._about = _plain(about or {})
         self._group = dist.new_group(backend="gloo")
         self._token = self._shared(uuid.uuid4().hex[:12])
         self._background = Background()
@@ -94,20 +94,20 @@ class Checkpointer:
     def save(self, step: int) -> float:
         """Saves after `step` steps, unless that was done; returns the seconds that it blocked.
 
+        Nothing is saved after 0 steps: a run without a checkpoint starts there anyway.
+
         Raises:
             CheckpointError: this or the save before failed; older checkpoints are untouched.
         """
         start = time.perf_counter()
         self.finish()
-        if step == self._saved_step:
+        if step in (0, self._saved_step):
             return 0.0
         writing = files.writing_folder(self._folder, step, self._token)
         final = files.step_folder(self._folder, step)
         self._on_rank_0(lambda: _make(writing))
         state = sharded_state(self._models)
-        staged = raise_together(
-            lambda: stage(state, writing, validate=not self._validated), self._group
-        )
+        staged = self._together(lambda: stage(state, writing, validate=not self._validated))
         self._validated = True
         about = {
             **self._about,
@@ -199,7 +199,7 @@ class Checkpointer:
         same = manifest["world_size"] == self._group.size() and all(
             manifest.get(name) == value for name, value in self._about.items()
         )
-        wanted = raise_together(lambda: wanted_state(folder, self._models, rng=same), self._group)
+        wanted = self._together(lambda: wanted_state(folder, self._models, rng=same))
         load_state(folder, wanted, self._models)
         note = "" if same else "; the layout is another one, so random states start anew"
         self._warn(f"resuming from {folder}, after step {manifest['step']}{note}")
@@ -212,8 +212,15 @@ class Checkpointer:
                 "never. Set checkpoint.resume=auto to go on, or another run.dir."
             )
 
-    def _on_rank_0(self, action: Any) -> None:
-        raise_together(lambda: action() if self._group.rank() == 0 else None, self._group)
+    def _on_rank_0(self, action: Callable[[], Any]) -> None:
+        self._together(lambda: action() if self._group.rank() == 0 else None)
+
+    def _together(self, action: Callable[[], Any]) -> Any:
+        """Runs an action on every rank; if it fails on one, all raise a `CheckpointError`."""
+        try:
+            return raise_together(action, self._group)
+        except (InputError, OSError) as error:  # InputError: quotes another rank's error
+            raise CheckpointError(str(error)) from error
 
     def _shared(self, value: Any) -> Any:
         """Returns rank 0's value."""

@@ -56,6 +56,8 @@ def sharded_state(
 
 def _model_state(trained: Trained, is_loading: bool) -> dict[str, Any]:
     metadata = compat.checkpoint_metadata()
+    if is_loading:
+        compat.fill_adam_state(trained.optimizer)
     chunks = {
         f"chunk{i}": _bare(chunk).sharded_state_dict(prefix=trained.prefix, metadata=dict(metadata))
         for i, chunk in enumerate(trained.chunks)
@@ -103,7 +105,7 @@ def load_state(folder: Path, wanted: Mapping[str, Any], models: Mapping[str, Tra
         part = loaded[name]
         for i, chunk in enumerate(trained.chunks):
             _bare(chunk).load_state_dict(_without_prefix(part["chunks"][f"chunk{i}"], trained))
-        trained.optimizer.load_state_dict(part["optimizer"])
+        compat.load_optimizer_state(trained.optimizer, part["optimizer"])
         for group, kept in zip(trained.optimizer.param_groups, settings[name], strict=True):
             group.update(kept)
         _load_scheduler(trained.scheduler, part["scheduler"])

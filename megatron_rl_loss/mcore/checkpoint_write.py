@@ -21,14 +21,14 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies import torch as torch_format
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 
 from ..errors import CheckpointError
 from ..parallel.agreement import raise_together
 from . import checkpoint_files as files
+from . import compat
 
 
-class _Staging(AsyncSaveShardedStrategy):
+class _Staging(compat.save_strategy()):  # type: ignore[misc]
     """Stands for Megatron's writer: keeps this rank's shards, copied to host memory."""
 
     def __init__(self) -> None:
@@ -39,7 +39,9 @@ class _Staging(AsyncSaveShardedStrategy):
     def can_handle_sharded_objects(self) -> bool:
         return True
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
+    def async_save(
+        self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: Any = None
+    ) -> AsyncRequest:
         for tensor in nested_values(sharded_state_dict):
             if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id):
                 tensor.data = tensor.data.detach().to("cpu", copy=True)
@@ -104,7 +106,7 @@ def write(
         manifest = {**about, "format": files.FORMAT, "files": _merged(everybodys)}
         raise_together(lambda: _publish(writing, final, manifest, token, keep_last, group), group)
         return manifest
-    except Exception as error:
+    except (Exception, torch_checkpoint.api.CheckpointException) as error:  # a BaseException
         if group.rank() == 0:
             shutil.rmtree(writing, ignore_errors=True)
         raise CheckpointError(_failure(final, error)) from error

@@ -164,3 +164,93 @@ def checkpoint_metadata() -> dict[str, Any]:
     formats = getattr(Optimizer, "checkpoint_fully_reshardable_formats", set())
     kind = "fully_reshardable" if "fully_reshardable" in formats else "fully_sharded_model_space"
     return {"distrib_optim_sharding_type": kind}
+
+
+def bind_typing_override() -> None:
+    """0.19's `megatron.training` takes `override` from `typing`, which has it from 3.12 on."""
+    import typing
+
+    if not hasattr(typing, "override"):
+        from typing_extensions import override
+
+        typing.override = override  # type: ignore[attr-defined]
+
+
+def fill_adam_state(optimizer: Any) -> None:
+    """Gives torch's Adam inside Megatron's distributed optimizers a state before its first step.
+
+    Without Transformer Engine and Apex, `DistributedOptimizer.state_dict` asserts that there is
+    one, also when the state dict is for loading: seen in 0.16.1.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(one, "optimizer", None)
+        if not isinstance(one, DistributedOptimizer) or not isinstance(inner, torch.optim.Adam):
+            continue
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if not inner.state[parameter]:
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def save_strategy() -> Any:
+    """Returns the class that a writer of distributed checkpoints derives from.
+
+    0.19 dropped the abstract one and asks for a `TorchDistSaveShardedStrategy`.
+    """
+    try:
+        from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+    except ImportError:
+        from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+        return TorchDistSaveShardedStrategy
+    return AsyncSaveShardedStrategy
+
+
+def load_optimizer_state(optimizer: Any, state: Any) -> None:
+    """Loads a loaded sharded state dict into Megatron's optimizer.
+
+    Without Transformer Engine and Apex, `DistributedOptimizer` restores the step of torch's Adam,
+    then fails as it is not among the sharded tensors; and all parameters share one step, which
+    each of them would count up: seen in 0.16.1.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    patched = []
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(one, "optimizer", None)
+        if isinstance(one, DistributedOptimizer) and isinstance(inner, torch.optim.Adam):
+            one._set_main_param_and_optimizer_states = functools.partial(_set_with_step, one)
+            patched.append(one)
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        for one in patched:
+            del one._set_main_param_and_optimizer_states
+    for one in patched:
+        for parameter_state in one.optimizer.state.values():
+            parameter_state["step"] = parameter_state["step"].clone()
+
+
+def _set_with_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+    own = optimizer._get_main_param_and_optimizer_states(parameter)
+    type(optimizer)._set_main_param_and_optimizer_states(
+        optimizer, parameter, {"step": own["step"], **tensors}
+    )
+
+
+def leave_out_missing_makefile() -> None:
+    """0.16 to 0.19: the wheel lacks the Makefile that `pretrain()` builds data-set helpers with.
+
+    Only Megatron's own data sets need the helpers, which the wheel has compiled already.
+    """
+    from pathlib import Path
+
+    from megatron.core.datasets import utils
+
+    if not (Path(utils.__file__).parent / "Makefile").exists():
+        utils.compile_helpers = lambda: None
