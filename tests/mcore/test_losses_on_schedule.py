@@ -18,8 +18,7 @@ from tests.unit.loss_cases import SEQUENCE_LEVEL, SETTINGS
 
 BOUND = 2e-5
 TENSORS = ("advantages", "old_log_probs", "rollout_log_probs")
-# the mini-batch of the harness has no teacher
-ON_SCHEDULE = [name for name in LOSSES if name != "on_policy_distillation"]
+ON_SCHEDULE = list(LOSSES)
 ANY_CUT = [name for name in ON_SCHEDULE if not LOSSES[name].depends_on_micro_batch]
 WHOLE_SEQUENCE = [name for name in LOSSES if "sequences" in LOSSES[name].needs]
 HOMOGENEOUS = [name for name in ON_SCHEDULE if LOSSES[name].homogeneous]
@@ -70,6 +69,8 @@ def run_losses(cut: Layout, names: list[str]) -> dict[str, Outcome]:
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             batches = harness.weighted(layout, groups)
+            for batch in batches:  # the mini-batch has no teacher; its reference can be one
+                batch["teacher_log_probs"] = batch["ref_log_probs"]
             collected = run_forward_backward(harness.make_step(layout), chunks, batches)
             metrics = share_metrics(collected, groups)
             outcomes[name] = Outcome(metrics, harness.export_gradients(chunks, spec), {})
@@ -112,6 +113,7 @@ def reference_gradient(name: str) -> tuple[float, dict[str, torch.Tensor]]:
         sequences.append(
             [
                 {name: float(row[name][t]) for name in TENSORS}
+                | {"teacher_log_probs": float(row["ref_log_probs"][t])}
                 | {"w": float(w[t]), "log_probs": value.item()}
                 for t, value in zip(at, values, strict=True)
             ]
