@@ -68,6 +68,7 @@ class RolloutFiles(Sequence[Rollout]):
         drop_non_finite: take tokens with non-finite log-probs out of the loss mask, instead of
             raising.
         need_reward: `reward` or `advantage` must be given; supervised losses read neither.
+        max_tokens: prompt and response together must not be longer.
         check_all: check every rollout now; None: if the files have at most `CHECK_ALL_BYTES`.
             Otherwise each mini-batch is checked when it is read, before any of it is returned.
 
@@ -82,12 +83,16 @@ class RolloutFiles(Sequence[Rollout]):
         vocab_size: int | None = None,
         drop_non_finite: bool = False,
         need_reward: bool = True,
+        max_tokens: int | None = None,
         check_all: bool | None = None,
     ) -> None:
         self._path = Path(path)
         self._sources = find_sources(path)
-        self._parse = _Parser(
-            vocab_size=vocab_size, drop_non_finite=drop_non_finite, need_reward=need_reward
+        self._parse = Parser(
+            vocab_size=vocab_size,
+            drop_non_finite=drop_non_finite,
+            need_reward=need_reward,
+            max_tokens=max_tokens,
         )
         if check_all is None:
             size = sum(source.path.stat().st_size for source in self._sources)
@@ -99,7 +104,7 @@ class RolloutFiles(Sequence[Rollout]):
         """Returns [n, 3] (source, key, number) and the indices where a new group starts."""
         index: list[tuple[int, int, int]] = []
         starts: list[int] = []
-        problems = _Problems()
+        problems = Problems()
         group: Any = None
         for i, source, row in _rows(self._sources):
             if check_all or not index:
@@ -128,7 +133,7 @@ class RolloutFiles(Sequence[Rollout]):
         return self._read([range(len(self))[index]])[0]
 
     def _read(self, indices: Iterable[int]) -> list[Rollout]:
-        problems = _Problems()
+        problems = Problems()
         rollouts = []
         for i in indices:
             source_index, key, number = (int(x) for x in self._index[i])
@@ -213,7 +218,7 @@ def read_rollouts(
         RolloutError: names file, line and field.
     """
     if shuffle_seed is None:
-        parse = _Parser(**checks)
+        parse = Parser(**checks)
         for _, source, row in _rows(find_sources(path)):
             yield parse(row.record, source, row.number)
         return
@@ -231,7 +236,7 @@ def validate_rollouts(path: str | Path, **checks: Any) -> RolloutSummary:
     Raises:
         RolloutError: lists (up to ten of) the bad rollouts with file, line and field.
     """
-    parse, problems = _Parser(**checks), _Problems()
+    parse, problems = Parser(**checks), Problems()
     num_rollouts, prompt, response = 0, 0, 0
     groups: set[int | str | None] = set()
     for _, source, row in _rows(find_sources(path)):
@@ -265,7 +270,7 @@ def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-class _Parser:
+class Parser:
     """Makes rollouts of records, all of one kind, and says where a bad one is."""
 
     def __init__(self, **checks: Any) -> None:
@@ -284,9 +289,14 @@ class _Parser:
             raise RolloutError(f"{place}, {error}") from None
         return rollout
 
-    def _check_kind(self, rollout: Rollout, place: str) -> None:
+    def expect_kind(self, kind: tuple[str, ...], place: str) -> None:
+        """Makes `kind` what later rollouts are compared with, unless there is one already."""
         if self.first_kind is None:
-            self.first_kind, self._first_place = rollout.kind, place
+            self.first_kind, self._first_place = kind, place
+
+    def _check_kind(self, rollout: Rollout, place: str) -> None:
+        self.expect_kind(rollout.kind, place)
+        assert self.first_kind is not None
         for name in OPTIONAL_FIELDS:
             if (name in self.first_kind) != (name in rollout.kind):
                 here, there = ("is", "is not") if name in rollout.kind else ("is not", "is")
@@ -297,14 +307,14 @@ class _Parser:
                 )
 
 
-class _Problems:
+class Problems:
     """Collects errors, so that one run shows all of them."""
 
     def __init__(self) -> None:
         self._messages: list[str] = []
         self._number = 0
 
-    def call(self, parse: _Parser, record: Any, source: Source, number: int) -> Any:
+    def call(self, parse: Parser, record: Any, source: Source, number: int) -> Any:
         try:
             return parse(record, source, number)
         except RolloutError as error:

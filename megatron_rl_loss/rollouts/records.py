@@ -44,6 +44,7 @@ def rollout_from_record(
     vocab_size: int | None = None,
     drop_non_finite: bool = False,
     need_reward: bool = True,
+    max_tokens: int | None = None,
 ) -> Rollout:
     """Returns the rollout of one line or row; null means that a field is not given.
 
@@ -53,6 +54,7 @@ def rollout_from_record(
         drop_non_finite: take trained tokens whose log-probs are NaN, inf or null out of the loss
             mask, instead of raising.
         need_reward: `reward` or `advantage` must be given; supervised losses read neither.
+        max_tokens: prompt and response together must not be longer.
 
     Raises:
         RolloutError: an unknown or missing field, or a wrong value; the message starts with the
@@ -71,6 +73,12 @@ def rollout_from_record(
         check_rewarded(rollout)
     if vocab_size is not None:
         _check_vocabulary(rollout, vocab_size)
+    if max_tokens is not None and rollout.num_tokens > max_tokens:
+        raise field_error(
+            "response_ids",
+            f"{len(rollout.prompt_ids)} prompt and {len(rollout.response_ids)} response tokens "
+            f"are more than the sequence length, {max_tokens}.",
+        )
     return rollout
 
 
@@ -80,8 +88,9 @@ def record_from_rollout(rollout: Rollout) -> dict[str, Any]:
     for name in FIELDS:
         value = getattr(rollout, name)
         if value is not None and not (name == "metadata" and not value):
-            record[name] = list(value) if isinstance(value, tuple) else value
-    if all(rollout.loss_mask or ()):
+            is_list = isinstance(value, tuple) or hasattr(value, "tolist")
+            record[name] = as_list(name, value) if is_list else value
+    if all(record["loss_mask"]):
         del record["loss_mask"]
     return record
 

@@ -13,12 +13,14 @@ from ..errors import RolloutError
 OPTIONAL_FIELDS = ("reward", "advantage", "rollout_log_probs", "ref_log_probs", "group_id")
 
 # Training is in fp32 and int64.
-_MAX_FLOAT = 3.4e38
-_MAX_TOKEN_ID = 2**31 - 1
+MAX_NUMBER = 3.4e38
+MAX_TOKEN_ID = 2**31 - 1
 _MAX_GROUP_ID = 2**63 - 1
 
 # A log-prob is <= 0; engines that round in bf16 may end a little above.
-_MAX_LOG_PROB = 1e-3
+MAX_LOG_PROB = 1e-3
+
+_NO_METADATA: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,17 @@ class Rollout:
         if not isinstance(self.metadata, Mapping):
             raise field_error("metadata", f"expected an object, got {_shown(self.metadata)}.")
 
+    @classmethod
+    def of_checked(cls, fields: dict[str, Any]) -> Rollout:
+        """Returns a rollout of fields that were checked already, `loss_mask` included, as they are.
+
+        Sequences may stay NumPy arrays. Such rollouts must not be compared with ==.
+        """
+        rollout = cls.__new__(cls)
+        rollout.__dict__.update(fields)
+        rollout.__dict__.setdefault("metadata", _NO_METADATA)
+        return rollout
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the only writes to the frozen fields
 
@@ -113,7 +126,7 @@ def group_number(group_id: int | str) -> int:
 
 def is_finite(number: float) -> bool:
     """Tells whether a number is finite in fp32."""
-    return abs(number) <= _MAX_FLOAT
+    return abs(number) <= MAX_NUMBER
 
 
 def as_list(name: str, value: Any) -> list[Any]:
@@ -129,7 +142,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not ids:
         raise field_error(name, "is empty; it needs at least one token id.")
     for i, token in enumerate(ids):
-        if type(token) is not int or not 0 <= token <= _MAX_TOKEN_ID:
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
             raise field_error(
                 name, f"expected token ids (integers >= 0), got {_shown(token)} at position {i}."
             )
@@ -158,7 +171,7 @@ def _advantage(value: Any, mask: tuple[bool, ...]) -> float | tuple[float, ...]:
 def _log_probs(name: str, value: Any, mask: tuple[bool, ...]) -> tuple[float, ...]:
     numbers = _finite_where(name, value, mask)
     for i, (number, kept) in enumerate(zip(numbers, mask, strict=True)):
-        if kept and number > _MAX_LOG_PROB:
+        if kept and number > MAX_LOG_PROB:
             raise field_error(
                 name,
                 f"a log-prob is at most 0, got {number} at response position {i}; probabilities or "

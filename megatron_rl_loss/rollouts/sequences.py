@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,8 @@ def training_sequence(
         `tokens`, `loss_mask` (bool), `advantages`, `group_ids` (0-dimensional), and the rollout's
         `rollout_log_probs` and `ref_log_probs` where it has them, fp32.
     """
-    tokens = torch.tensor(tuple(rollout.prompt_ids) + tuple(rollout.response_ids))
+    tokens = torch.tensor(np.concatenate([rollout.prompt_ids, rollout.response_ids]))
+    tokens = tokens.to(torch.int64)
     sequence = {
         "tokens": tokens,
         "loss_mask": _at_labels(rollout, rollout.loss_mask, torch.bool),

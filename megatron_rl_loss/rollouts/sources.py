@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -53,13 +54,13 @@ class JsonLines:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield Row(offset, number, _parsed(line))
+                    yield Row(offset, number, parsed_line(line))
                 offset += len(line)
 
     def read(self, key: int) -> Any:
         with self.path.open("rb") as file:
             file.seek(key)
-            return _parsed(file.readline())
+            return parsed_line(file.readline())
 
 
 class Parquet:
@@ -73,25 +74,25 @@ class Parquet:
 
     def rows(self) -> Iterator[Row]:
         index = 0
-        for batch in self._open().iter_batches(batch_size=_ROWS_PER_GROUP):
+        for batch in self.open().iter_batches(batch_size=_ROWS_PER_GROUP):
             for record in batch.to_pylist():
                 yield Row(index, index + 1, record)
                 index += 1
 
     def read(self, key: int) -> Any:
         if self._table is None:
-            self._table = self._open().read()
+            self._table = self.open().read()
         return self._table.slice(key, 1).to_pylist()[0]
 
-    def _open(self) -> Any:
-        parquet = _pyarrow_parquet()
+    def open(self) -> Any:
+        parquet = pyarrow_module("parquet")
         try:
             return parquet.ParquetFile(self.path)
         except (OSError, ValueError) as error:
             raise RolloutError(f"{self.path}: cannot be read as Parquet: {error}") from error
 
 
-def _parsed(line: bytes) -> Any:
+def parsed_line(line: bytes) -> Any:
     """Returns the parsed line, or the error, so that the reader can say where it was."""
     try:
         return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_duplicates)
@@ -174,7 +175,7 @@ def write_parquet(path: Path, records: Iterable[dict[str, Any]]) -> None:
         table = pyarrow.table(columns)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
         raise RolloutError(f"{path}: a column needs one type in all rows: {error}") from error
-    _pyarrow_parquet().write_table(table, path, row_group_size=_ROWS_PER_GROUP)
+    pyarrow_module("parquet").write_table(table, path, row_group_size=_ROWS_PER_GROUP)
 
 
 def _parquet_record(record: dict[str, Any]) -> dict[str, Any]:
@@ -183,9 +184,13 @@ def _parquet_record(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _pyarrow_parquet() -> Any:
+def pyarrow_module(name: str) -> Any:
+    """Returns a module of pyarrow, e.g. "parquet".
+
+    Raises:
+        RolloutError: pyarrow is not installed.
+    """
     try:
-        import pyarrow.parquet
+        return importlib.import_module(f"pyarrow.{name}")
     except ImportError as error:
         raise RolloutError("Parquet files need pyarrow: pip install pyarrow.") from error
-    return pyarrow.parquet

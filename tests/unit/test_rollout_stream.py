@@ -1,0 +1,170 @@
+"""Streaming: the same rollouts as `RolloutFiles`, each once per pass, across restarts."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from megatron_rl_loss.errors import RolloutError
+from megatron_rl_loss.rollouts import blocks, stream
+from megatron_rl_loss.rollouts.files import RolloutFiles, write_rollouts
+from megatron_rl_loss.rollouts.records import record_from_rollout
+from megatron_rl_loss.rollouts.rollout import Rollout
+from megatron_rl_loss.rollouts.sequences import training_sequence
+from megatron_rl_loss.rollouts.stream import RolloutStream
+
+
+def rollout(number: int, group: int | None, **fields) -> Rollout:
+    """The reward is the rollout's number, by which the tests know it again."""
+    rng = random.Random(number)
+    length = rng.randint(1, 6)
+    fields = {"rollout_log_probs": [-rng.random() for _ in range(length)], **fields}
+    ids = [rng.randrange(100) for _ in range(length)]
+    return Rollout([1, 2, number % 7], ids, reward=number, group_id=group, **fields)
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def folder(request, tmp_path, monkeypatch):
+    """Three files of 30, 1 and 50 rollouts in groups of 1 to 9, in blocks of about 8 rows."""
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 900)
+    rng, number, group = random.Random(1), 0, 0
+    for name, size in (("a", 30), ("b", 1), ("c", 50)):
+        rows = []
+        while len(rows) < size:
+            for _ in range(min(rng.randint(1, 9), size - len(rows))):
+                rows.append(rollout(number, group))
+                number += 1
+            group += 1
+        write_rollouts(tmp_path / f"{name}.{request.param}", rows)
+    return tmp_path
+
+
+def numbers(rollouts) -> list[int]:
+    return [int(r.reward) for r in rollouts]
+
+
+def test_in_order_it_gives_what_rollout_files_gives(folder):
+    read = RolloutStream(folder, vocab_size=100)
+    expected = list(RolloutFiles(folder))
+    got = read.take(7) + read.take(74)
+    assert numbers(got) == list(range(81))
+    assert [record_from_rollout(r) for r in got] == [record_from_rollout(r) for r in expected]
+    for one, other in zip(got, expected):
+        ours, theirs = training_sequence(one, 1.0, 3), training_sequence(other, 1.0, 3)
+        assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_clean_columns_are_not_parsed_row_by_row(folder, monkeypatch):
+    monkeypatch.setattr(stream.Parser, "__call__", None)
+    assert all(isinstance(r.response_ids, np.ndarray) for r in RolloutStream(folder).take(81))
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_each_pass_has_every_rollout_once(folder, seed):
+    read = RolloutStream(folder, shuffle_seed=seed)
+    passes = [numbers(read.take(81)) for _ in range(3)]
+    assert all(sorted(one) == list(range(81)) for one in passes)
+    assert len({tuple(one) for one in passes}) == (1 if seed is None else 3)
+
+
+def test_groups_stay_whole_when_shuffled(folder):
+    ids = [r.group_id for r in RolloutStream(folder, shuffle_seed=5).take(81)]
+    changes = sum(a != b for a, b in zip(ids, ids[1:]))
+    assert changes == len(set(ids)) - 1
+    assert ids != sorted(ids)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_reader_killed_anywhere_goes_on_with_the_next_rollout(folder, seed):
+    whole = numbers(RolloutStream(folder, shuffle_seed=seed).take(200))
+    read, got = RolloutStream(folder, shuffle_seed=seed), []
+    rng = random.Random(3)
+    while len(got) < 200:
+        got += numbers(read.take(min(rng.randint(1, 11), 200 - len(got))))
+        state = json.loads(json.dumps(read.state_dict()))
+        read.take(rng.randint(0, 20))  # lost in the kill
+        read = RolloutStream(folder, shuffle_seed=seed)
+        read.load_state_dict(state)
+    assert got == whole
+
+
+def test_a_state_from_before_the_first_rollout_starts_anew(folder):
+    state = RolloutStream(folder).state_dict()
+    read = RolloutStream(folder)
+    read.take(5)
+    read.load_state_dict(state)
+    assert numbers(read.take(2)) == [0, 1]
+
+
+def test_other_files_or_another_order_than_the_states_are_refused(folder):
+    state = RolloutStream(folder, shuffle_seed=1).state_dict()
+    with pytest.raises(RolloutError, match="shuffle_seed 1, this reader has 2"):
+        RolloutStream(folder, shuffle_seed=2).load_state_dict(state)
+    write_rollouts(folder / "d.jsonl", [rollout(0, 0)])
+    with pytest.raises(RolloutError, match="names or sizes changed"):
+        RolloutStream(folder, shuffle_seed=1).load_state_dict(state)
+
+
+def test_a_mini_batch_that_cuts_a_group_is_refused(tmp_path):
+    write_rollouts(tmp_path / "r.jsonl", [rollout(i, i // 4) for i in range(12)])
+    assert len(RolloutStream(tmp_path).take(8, whole_groups=True)) == 8
+    with pytest.raises(RolloutError, match="6 rollouts ends within the group 1"):
+        RolloutStream(tmp_path).take(6, whole_groups=True)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    "change, checks, message",
+    [
+        ({"rollout_log_probs": [0.5]}, {}, "a log-prob is at most 0, got 0.5"),
+        ({"response_ids": [100]}, {"vocab_size": 100}, "token id 100 at position 0"),
+        ({"response_ids": []}, {}, "is empty"),
+        ({"rollout_log_probs": [-1.0, -1.0]}, {}, "has 2 entries, but 'response_ids' has 1"),
+        ({"reward": float("inf")}, {}, "must be finite"),
+        ({"reward": None}, {}, "neither it nor 'advantage' is given"),
+        ({"rollout_log_probs": None}, {}, "is not given here, but is in"),
+        ({"prompt_ids": [3] * 9}, {"max_tokens": 9}, "more than the sequence length, 9"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_row_and_field(tmp_path, kind, change, checks, message):
+    good = {"prompt_ids": [1], "response_ids": [2], "reward": 1.0, "rollout_log_probs": [-1.0]}
+    rows = [dict(good) for _ in range(9)]
+    rows[6] |= change
+    path = tmp_path / f"r.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    unit = "line" if kind == "jsonl" else "row"
+    with pytest.raises(RolloutError) as error:
+        RolloutStream(path, **checks).take(9)
+    assert f"r.{kind}, {unit} 7, field" in str(error.value) and message in str(error.value)
+
+
+def test_masked_non_finite_log_probs_aliases_and_metadata_are_read_as_ever(tmp_path):
+    row = {
+        "prompt_token_ids": [1],
+        "response_ids": [2, 3],
+        "loss_mask": [1, 0],
+        "reward": 1,
+        "rollout_logprobs": [-1.0, float("nan")],
+        "metadata": {"finished": True},
+    }
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
+    assert RolloutStream(path).take(2) == list(RolloutFiles(path))
+
+
+def test_empty_files_are_passed_over_and_an_empty_folder_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(RolloutError, match="has no rollouts"):
+        RolloutStream(tmp_path).take(1)
+    write_rollouts(tmp_path / "b.jsonl", [rollout(0, 0)])
+    assert numbers(RolloutStream(tmp_path).take(2)) == [0, 0]
