@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("train", "audit")
+COMMANDS = ("train", "audit", "plot")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,5 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .audit import main as audit
 
         return audit(words[1:])
+    if command == "plot":
+        from .plot import main as plot
+
+        return plot(words[1:])
     print(f"usage: megatron-rl-loss {{{','.join(COMMANDS)}}} ...", file=sys.stderr)
     return 0 if command in ("-h", "--help") else 2

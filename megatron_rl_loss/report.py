@@ -101,12 +101,20 @@ class RunLog:
         return read_metrics(self._folder) if exists else []
 
     def _jsonl(self, folder: Path) -> Writer:
-        file = self._resources.enter_context(open(folder / METRICS_FILE, "a", buffering=1))
-        self._forgetters.append(lambda step: _cut_metrics(folder / METRICS_FILE, step))
+        path = folder / METRICS_FILE
+        file = open(path, "a", buffering=1)
+        self._resources.callback(lambda: file.close())
 
         def write(step: int, metrics: Mapping[str, float]) -> None:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
+        def forget(step: int) -> None:
+            nonlocal file
+            file.close()
+            _cut_metrics(path, step)
+            file = open(path, "a", buffering=1)
+
+        self._forgetters.append(forget)
         return write
 
     def _tensorboard(self, folder: Path) -> Writer:
@@ -160,7 +168,9 @@ def read_metrics(folder: str | Path) -> list[dict[str, float]]:
     path = Path(folder) / METRICS_FILE
     if not path.exists():
         raise ConfigError(f"{path} is missing; is {folder} the folder of a run (run.dir)?")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines(keepends=True)
+    # a run that is writing, or was killed, may leave half a line at the end
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
@@ -202,14 +212,18 @@ def plot_run(folder: str | Path, rows: Sequence[Mapping[str, float]]) -> Path:
 
 
 def _cut_metrics(path: Path, step: int) -> None:
-    """Cuts the file off before the first line of a later step, or that is no whole line."""
-    end = 0
-    with open(path, "rb+") as file:
-        for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+    """Drops what follows from the first line on that is of a later step, or no whole line.
+
+    A new file takes the old one's place: a process of an earlier life of the run, on a node that
+    was given up, may still write to the old one.
+    """
+    shorter = path.with_suffix(".new")
+    with open(path) as old, open(shorter, "w") as new:
+        for line in old:
+            if not line.endswith("\n") or json.loads(line)["step"] > step:
                 break
-            end += len(line)
-        file.truncate(end)
+            new.write(line)
+    shorter.replace(path)
 
 
 def _purge_events(writer: Any, step: int) -> None:

@@ -22,7 +22,7 @@ LAYERS = [
     ("report", "rollout_source", "trainer", "between_steps"),
     ("recipe",),
     ("build", "pretrain"),
-    ("train", "audit"),
+    ("train", "audit", "plot"),
     ("cli", "__main__"),
 ]
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
