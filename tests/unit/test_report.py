@@ -81,3 +81,25 @@ def test_metrics_of_several_updates_are_averaged_but_for_extremes():
         ]
     )
     assert merged == {"loss": 1.5, "ratio_max": 3.0, "learning_rate": 2e-5}
+
+
+def test_a_resumed_run_drops_later_steps_and_what_an_earlier_life_still_writes(tmp_path):
+    with RunLog(tmp_path, active=True, total_steps=4, progress=False) as earlier:
+        for step in (1, 2, 3):
+            earlier.log(step, {"loss": float(step)})
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write('{"step": 4, "lo')  # killed while it wrote
+        with RunLog(tmp_path, active=True, total_steps=4, progress=False) as log:
+            assert [row["step"] for row in log.forget_after(2)] == [1, 2]
+            log.log(3, {"loss": 30.0})
+            earlier.log(4, {"loss": 4.0})
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 3, "loss": 30.0},
+    ]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_ranks_that_log_nothing_have_nothing_to_forget(tmp_path):
+    assert RunLog(tmp_path, active=False, total_steps=4).forget_after(2) == []
