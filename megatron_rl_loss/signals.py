@@ -19,26 +19,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 HANG_EXIT_CODE = 124
 _GRACE_SECONDS = 5.0  # for the other ranks to dump their stacks, before the launcher ends them
 
 
 class StopSignals:
-    """Catches the stop signals while it is entered; outside the main thread it does nothing."""
+    """Catches the stop signals while it is entered; outside the main thread it does nothing.
+
+    SIGTERM only after `arm`: while a run starts there is nothing to save, and a rank that waits
+    for another one that will not come must end when the launcher says so. (A handler in Python
+    would run only after the wait.)
+    """
 
     def __init__(self) -> None:
         self.received: str | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._set) for number in STOP_SIGNALS}
+        self._catch(signal.SIGUSR1)
         return self
 
     def __exit__(self, *error: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def arm(self) -> None:
+        """Catches SIGTERM too: the steps begin."""
+        self._catch(signal.SIGTERM)
+
+    def _catch(self, number: signal.Signals) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before[number] = signal.signal(number, self._set)
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name

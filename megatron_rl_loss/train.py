@@ -137,6 +137,7 @@ def _train(config: Config, signals: StopSignals, watchdog: Watchdog) -> list[Map
         job = build_job(config)
         between = BetweenSteps(folder, config.run.steps, job.checkpoints, signals, watchdog)
         done, earlier = _resume(config, job, log)
+        signals.arm()
         return [*earlier, *run_steps(job, log, config, between, done)]
 
 

@@ -83,4 +83,46 @@ LAYOUTS = [
     Mistake("fillers counted for the expert bias", "mcore/fillers.py", "                count.copy_(before)", "                pass", "tests/mcore/test_moe.py::test_fillers_do_not_move_the_expert_bias"),
 ]  # fmt: skip
 
-MISTAKES = CORE + LAYOUTS
+LORA = "tests/mcore/test_lora.py"
+LORA_CUT = "tests/mcore/test_lora_layouts.py::test_logits_gradients_and_step_equal_one_rank"
+LORA_STATE = "tests/mcore/test_lora_state.py"
+
+ADAPTERS = [
+    Mistake("adapter: sequence parallel tag", "lora/adapter.py", "parameter.sequence_parallel = sharding.partial == name", "parameter.sequence_parallel = False", f"{LORA_CUT}[dense TP 2 SP]"),
+    Mistake("adapter: expert groups by EP alone", "lora/apply.py", "return ep_size > 1 or etp_size != parallel_state.get_tensor_model_parallel_world_size()", "return ep_size > 1", f"{LORA_CUT}[MoE TP 2 SP, EP 1, ETP 1]"),
+    Mistake("adapter: shards not marked", "lora/adapter.py", "sharded = dim is not None or sharding.is_expert", "sharded = False", f"{LORA_CUT}[dense TP 2]"),
+    Mistake("adapter: no gradient sum over TP", "lora/adapter.py", '"copy": mappings.copy_to_tensor_model_parallel_region', '"copy": lambda h, group: h', f"{LORA_CUT}[dense TP 2]"),
+    Mistake("adapter: expert sum over ETP left out", "lora/adapter.py", '"scatter_rank": mappings.reduce_scatter_last_dim_to_tensor_parallel_region', '"scatter_rank": lambda h, group: h.chunk(group.size(), -1)[group.rank()]', f"{LORA_CUT}[MoE TP 2 SP, EP 1, ETP 2]"),
+    Mistake("adapter: numbered by local expert", "lora/names.py", "number = first + int(expert[1])", "number = int(expert[1])", f"{LORA_CUT}[MoE EP 2]"),
+    Mistake("adapter: gate and up swapped in checkpoints", "lora/adapter.py", "i * sharding.size + sharding.rank", "(1 - i) * sharding.size + sharding.rank", LORA_STATE + "::test_the_models_own_sharded_state_dict_holds_the_adapters"),
+    Mistake("adapter: base not frozen", "lora/apply.py", "chunk.requires_grad_(False)", "pass", LORA + "::test_only_adapters_are_trained_and_the_report_counts_them"),
+    Mistake("adapter: not switched on again", "lora/disabled.py", "        adapter.num_disabled -= 1", "        pass", LORA + "::test_a_fresh_or_disabled_adapter_is_the_base_model_bit_for_bit"),
+    Mistake("adapter: no graph under recomputation", "lora/apply.py", "        output.requires_grad_(True)", "        pass", LORA + "::test_recomputing_a_frozen_base_gives_the_same_gradients"),
+    Mistake("adapter: merged without scale", "lora/adapter.py", "return self.scale * (b @ a)", "return b @ a", LORA + "::test_merged_weights_give_the_same_logits_and_the_chain_rule_the_same_gradients"),
+    Mistake("adapter: moments not swapped", "lora/store.py", "    state.set_state({k: _moved(k, v, state) for k, v in saved.state.items()})", "    pass", LORA_STATE + "::test_training_two_adapters_in_turns_equals_training_each_alone"),
+    Mistake("adapter: waiting gradient not swapped", "lora/store.py", "gradient.zero_() if saved.gradient is None else gradient.copy_(saved.gradient)", "gradient.zero_()", LORA_STATE + "::test_training_two_adapters_in_turns_equals_training_each_alone"),
+    Mistake("adapter: moments not resumed", "lora/checkpoint.py", "    state.set_state(values)", "    state.set_state({})", LORA_STATE + "::test_resuming_in_any_layout_equals_the_uninterrupted_run"),
+    Mistake("adapter: reference with adapters", "trainer.py", 'self.reference_mode if name == "ref_log_probs"', 'contextlib.nullcontext if name == "ref_log_probs"', "tests/mcore/test_lora_train.py::test_the_base_model_stays_and_is_its_own_reference"),
+]  # fmt: skip
+
+RESUMED = "tests/mcore/test_checkpoint.py"
+SAME_LAYOUT = RESUMED + "::test_resuming_on_the_same_layout_changes_no_bit"
+SAVED_FILES = "tests/unit/test_checkpoint_files.py"
+SAVED_JOB = "tests/mcore/test_checkpoint_job.py"
+
+CHECKPOINTS = [
+    Mistake("checkpoint: the old one removed before the new one is whole", "mcore/checkpoint_files.py", "        os.rename(final, replaced)", "        shutil.rmtree(final)", SAVED_FILES),
+    Mistake("checkpoint: checksums not compared", "mcore/checkpoint_files.py", "        elif found != expected:", "        elif False:", RESUMED + "::test_a_damaged_checkpoint_is_named_and_the_one_before_is_used"),
+    Mistake("checkpoint: owner not checked", "mcore/checkpoint_write.py", "    files.check_owner(final.parent, token)", "    pass", RESUMED + "::test_an_older_run_does_not_write_into_a_newer_ones_folder"),
+    Mistake("checkpoint: torch's failure not caught", "mcore/checkpoint_write.py", "except (Exception, torch_checkpoint.api.CheckpointException) as error:", "except Exception as error:", RESUMED + "::test_a_rank_that_cannot_write_is_an_error_on_every_rank"),
+    Mistake("checkpoint: written from live tensors", "mcore/checkpoint_write.py", '.to("cpu", copy=True)', '.to("cpu")', SAME_LAYOUT),
+    Mistake("checkpoint: random states not restored", "mcore/checkpoint_state.py", '    if "rng" in wanted:', "    if False:", SAME_LAYOUT),
+    Mistake("checkpoint: scheduler starts anew", "mcore/checkpoint_state.py", '        _load_scheduler(trained.scheduler, part["scheduler"])', "        pass", SAME_LAYOUT),
+    Mistake("checkpoint: one step for all parameters", "mcore/compat.py", '            parameter_state["step"] = parameter_state["step"].clone()', "            pass", SAME_LAYOUT),
+    Mistake("checkpoint: another model let through", "mcore/checkpoint_state.py", "    _check_tensors(folder, wanted)", "    pass", RESUMED + "::test_a_checkpoint_of_another_model_is_refused_on_every_rank"),
+    Mistake("checkpoint: steps twice in the metrics", "report.py", "        self._forgetters.append(forget)", "        pass", "tests/unit/test_report.py"),
+    Mistake("checkpoint: each rank stops by itself", "signals.py", "        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)", "        pass", SAVED_JOB + "::test_a_signal_to_one_rank_stops_all_after_the_same_step"),
+    Mistake("checkpoint: data from the start", "train.py", "for step in range(done, steps):", "for step in range(0, steps):", SAVED_JOB + "::test_a_finished_run_goes_on_with_more_steps"),
+]  # fmt: skip
+
+MISTAKES = CORE + LAYOUTS + ADAPTERS + CHECKPOINTS

@@ -10,8 +10,9 @@ command -v slurmctld >/dev/null && command -v munged >/dev/null || {
 }
 log=docs/logs/slurm_local.log
 mkdir -p "$(dirname "$log")"
+export ALL_SLURM_TESTS=1
 {
-    echo "# $(slurmctld -V), $(nproc) CPUs, $("$python" -c 'import torch, sys; print("torch", torch.__version__, "Python", sys.version.split()[0])')"
+    echo "# $(slurmctld -V), $(getconf _NPROCESSORS_ONLN) CPUs, $("$python" -c 'import torch, sys; print("torch", torch.__version__, "Python", sys.version.split()[0])')"
     "$python" -m pytest tests/slurm -v -s --durations=0 -p no:cacheprovider "$@"
-} 2>&1 | sed -E "s#$PWD/?##g; s#/tmp/[^ ]*pytest-[0-9]+/##g; s#$(hostname)#host#g; /^(rootdir|plugins|cachedir|platform|configfile)/d" | tee "$log"
+} 2>&1 | sed -uE "s#$PWD/?##g; s#/tmp/[^ ]*pytest-[0-9]+/##g; s#\b$(hostname)\b#host#g; s#(Writing model shards|Loading weights):.*##; /^(rootdir|plugins|cachedir|platform|configfile|hypothesis|timeout)/d" | tee "$log"
 exit "${PIPESTATUS[0]}"

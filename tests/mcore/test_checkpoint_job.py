@@ -68,24 +68,28 @@ def test_a_killed_run_gives_the_same_numbers_however_often_it_is_killed(
     assert "damaged" not in log.read_text()
 
 
+@pytest.fixture(scope="module")
+def uninterrupted_on_two(sampling, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted_on_two")
+    jobs.run([*sampling, f"run.dir={folder}"], folder / "log", ranks=2)
+    return folder
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(sampling, tmp_path, number):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    whole.mkdir()
-    stopped.mkdir()
-    two = [*sampling, "checkpoint.interval=100"]
-    jobs.run([*two, f"run.dir={whole}"], whole / "log", ranks=2)
-    arguments = [*two, f"run.dir={stopped}"]
-    processes = jobs.start(arguments, stopped / "log", ranks=2)
-    jobs.wait_for(stopped / "log", "step 2/")
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    sampling, uninterrupted_on_two, tmp_path, number
+):
+    arguments = [*sampling, f"run.dir={tmp_path}", "checkpoint.interval=100"]
+    processes = jobs.start(arguments, tmp_path / "log", ranks=2)
+    jobs.wait_for(tmp_path / "log", "step 2/")
     os.kill(processes[1].pid, number)
-    assert jobs.finish(processes) == [0, 0], (stopped / "log").read_text()
-    about = json.loads((stopped / "stopped.json").read_text())
+    assert jobs.finish(processes) == [0, 0], (tmp_path / "log").read_text()
+    about = json.loads((tmp_path / "stopped.json").read_text())
     assert 2 <= about["step"] < STEPS and about["saved"]
-    assert [row["step"] for row in jobs.metrics(stopped)] == list(range(1, about["step"] + 1))
-    jobs.run(arguments, stopped / "log", ranks=2)
-    assert not (stopped / "stopped.json").exists()
-    assert jobs.metrics(stopped) == jobs.metrics(whole)
+    assert [row["step"] for row in jobs.metrics(tmp_path)] == list(range(1, about["step"] + 1))
+    jobs.run(arguments, tmp_path / "log", ranks=2)
+    assert not (tmp_path / "stopped.json").exists()
+    assert jobs.metrics(tmp_path) == jobs.metrics(uninterrupted_on_two)
 
 
 def test_a_run_resumes_on_another_world_size(sampling, uninterrupted, tmp_path):
@@ -103,8 +107,8 @@ def test_a_run_resumes_on_another_world_size(sampling, uninterrupted, tmp_path):
 def test_settings_that_would_repeat_or_skip_data_are_refused(sampling, uninterrupted, tmp_path):
     (tmp_path / "log").touch()
     arguments = [*sampling, f"run.dir={tmp_path}", f"checkpoint.resume={uninterrupted}/checkpoints"]
-    processes = jobs.start([*arguments, "sampler.prompts_per_step=2"], tmp_path / "log", ranks=2)
-    assert jobs.finish(processes) == [2, 2]
+    processes = jobs.start([*arguments, "sampler.prompts_per_step=2"], tmp_path / "log")
+    assert jobs.finish(processes) == [2]
     text = (tmp_path / "log").read_text()
     assert "sampler.prompts_per_step 4 in the checkpoint, 2 in this run" in text
 
@@ -152,3 +156,15 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error(sampling, tmp_path):
     assert time.monotonic() - start < 35
     text = (tmp_path / "log").read_text()
     assert "rank 1 (node" in text and "the reward broke here" in text
+
+
+def test_a_rank_that_waits_for_another_at_the_start_ends_when_told_to(sampling, tmp_path):
+    processes = jobs.start([*sampling, f"run.dir={tmp_path}"], tmp_path / "log", ranks=2)
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    jobs.wait_for(tmp_path / "config.yaml", "run:")  # rank 0 is about to join the world
+    time.sleep(3)
+    processes[0].terminate()
+    processes[0].join(5)
+    code = processes[0].exitcode
+    jobs.kill(processes)
+    assert code == -signal.SIGTERM

@@ -1,6 +1,7 @@
 """The SLURM scripts on a real SLURM: munged, slurmctld and four slurmd on this machine.
 
-Run them with `bash scripts/slurm/test_local.sh`; they are skipped where SLURM is not installed.
+All of them: `bash scripts/slurm/test_local.sh`, about six minutes on 2 cores. Otherwise only the
+first runs, and none where SLURM is not installed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ pytestmark = [
     ),
     pytest.mark.skipif(os.geteuid() != 0, reason="a SLURM of our own needs root"),
 ]
+
+takes_long = pytest.mark.skipif(
+    "ALL_SLURM_TESTS" not in os.environ, reason="takes long: bash scripts/slurm/test_local.sh"
+)
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +172,7 @@ def test_a_task_per_rank_on_two_nodes(uninterrupted):
     assert f"step {STEPS}/{STEPS}" in steps
 
 
+@takes_long
 @pytest.mark.parametrize("script", ["train_srun", "train_torchrun"])
 def test_two_nodes_with_two_ranks_give_the_same_numbers(uninterrupted, settings, tmp_path, script):
     job = Job(tmp_path, [*settings, "run.steps=4"], script=script, ranks=2)
@@ -177,6 +183,7 @@ def test_two_nodes_with_two_ranks_give_the_same_numbers(uninterrupted, settings,
     assert len(metrics(tmp_path)) == 4
 
 
+@takes_long
 @pytest.mark.parametrize("way", ["rank_1_dies", "rank_1_aborts"])
 def test_a_rank_that_crashes_ends_the_job_within_seconds_with_its_error(
     cluster,
@@ -208,6 +215,7 @@ def test_a_rank_that_crashes_ends_the_job_within_seconds_with_its_error(
     assert job.restarts() == 0
 
 
+@takes_long
 @pytest.mark.parametrize("script", ["train_srun", "train_torchrun"])
 def test_the_signal_before_the_time_limit_saves_and_the_requeued_job_goes_on(
     uninterrupted, settings, tmp_path, script
@@ -222,6 +230,7 @@ def test_the_signal_before_the_time_limit_saves_and_the_requeued_job_goes_on(
     assert metrics(tmp_path) == metrics(uninterrupted.folder)
 
 
+@takes_long
 def test_a_preempted_job_saves_and_goes_on_by_itself(uninterrupted, settings, tmp_path):
     job = Job(tmp_path, [*settings, "checkpoint.interval=1000"], nodes=2)
     job.wait_for_step(3)
@@ -236,6 +245,7 @@ def test_a_preempted_job_saves_and_goes_on_by_itself(uninterrupted, settings, tm
     assert metrics(tmp_path) == metrics(uninterrupted.folder)
 
 
+@takes_long
 def test_a_job_that_loses_a_node_goes_on_from_the_last_checkpoint(
     cluster, uninterrupted, settings, tmp_path
 ):
@@ -263,6 +273,7 @@ def parent(pid: int) -> int:
         return 1
 
 
+@takes_long
 def test_two_jobs_on_the_same_nodes_do_not_collide(cluster, uninterrupted, settings, tmp_path):
     jobs = []
     for name in ("a", "b"):
