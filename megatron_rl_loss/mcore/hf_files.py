@@ -60,6 +60,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._handles)
 
+    def row(self, name: str, index: int) -> Tensor:
+        """Returns `self[name][index]`; only that part is read."""
+        return self._handles[name].get_slice(name)[index]
+
     def header(self, name: str) -> tuple[tuple[int, ...], Any]:
         """Returns a tensor's shape and dtype (or safetensors' name of an unusual one), unread."""
         tensor = self._handles[name].get_slice(name)

@@ -57,19 +57,27 @@ def decoder_spec(
     """Returns what `GPTModel` builds this rank's layers from.
 
     Args:
-        config: Megatron's; `qk_layernorm` is read from it.
+        config: Megatron's; `qk_layernorm` and the experts are read from it.
         vp_stage: index of the model chunk on this rank, None without a virtual pipeline.
         transformer_engine: Transformer Engine's layers, or else Megatron's local ones with our
             norms.
     """
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(**_layer_settings(config))
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules([_local_layer_spec(config)] * num_layers, layer_norm=RMSNorm)
 
 
+def _layer_settings(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+    }
+
+
 def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(**_layer_settings(config))
     attention = layer.submodules.self_attention.submodules
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError, LayoutError
 from . import compat
 from .layer_spec import decoder_spec
+from .model_moe import check_expert_split, moe_settings
 from .model_spec import ModelSpec
 from .value_model import put_value_head
 
@@ -35,7 +36,10 @@ def transformer_config(
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
     context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
     sequence_parallel: bool = False,
+    moe_aux_loss_coef: float = 0.0,
     bf16: bool = False,
     fp16: bool = False,
     recompute: Literal["selective", "full"] | None = None,
@@ -51,7 +55,11 @@ def transformer_config(
         spec: the architecture.
         tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size: ranks.
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank, None for one.
-        sequence_parallel: split activations outside the tensor-parallel layers along the sequence.
+        expert_model_parallel_size: ranks that share out a layer's experts.
+        expert_tensor_parallel_size: ranks that cut each expert; None: the tensor-parallel size.
+        sequence_parallel: split activations outside the tensor-parallel layers along the sequence;
+            Megatron asks for it where there are experts and tensor parallelism.
+        moe_aux_loss_coef: of the load-balancing loss; 0, as usual in RL: none.
         bf16, fp16: dtype of the weights; fp32 if neither.
         recompute: "selective" recomputes the core attention in backward, "full" each layer.
         overrides: any other field of Megatron's `TransformerConfig`, taken as it is.
@@ -65,11 +73,20 @@ def transformer_config(
     _check_overrides(overrides)
     chunks = pipeline_model_parallel_size * (virtual_pipeline_model_parallel_size or 1)
     _check_tensor_split(spec, tensor_model_parallel_size, sequence_parallel)
+    expert_tp_size = expert_tensor_parallel_size or tensor_model_parallel_size
+    check_expert_split(
+        spec,
+        tp_size=tensor_model_parallel_size,
+        ep_size=expert_model_parallel_size,
+        etp_size=expert_tp_size,
+        sequence_parallel=sequence_parallel,
+    )
     if not any(overrides.get(name) for name in _UNEVEN_PIPELINE_SETTINGS):
         _check_pipeline_split(spec, chunks)
     dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     settings = {
         **_architecture_settings(spec),
+        **moe_settings(spec, expert_tp_size, moe_aux_loss_coef),
         **_machine_settings(),
         **_recompute_settings(recompute),
         "tensor_model_parallel_size": tensor_model_parallel_size,
@@ -77,6 +94,8 @@ def transformer_config(
         "virtual_pipeline_model_parallel_size": virtual_pipeline_model_parallel_size,
         **_transfer_settings(virtual_pipeline_model_parallel_size),
         "context_parallel_size": context_parallel_size,
+        "expert_model_parallel_size": expert_model_parallel_size,
+        "expert_tensor_parallel_size": expert_tp_size,
         "sequence_parallel": sequence_parallel,
         "bf16": bf16,
         "fp16": fp16,
@@ -153,8 +172,9 @@ def _check_tensor_split(spec: ModelSpec, tp_size: int, sequence_parallel: bool) 
     sizes = {
         "num_attention_heads": spec.num_attention_heads,
         "num_query_groups": spec.num_query_groups,
-        "ffn_hidden_size": spec.ffn_hidden_size,
     }
+    if spec.moe is None:
+        sizes["ffn_hidden_size"] = spec.ffn_hidden_size
     for name, size in sizes.items():
         if size % tp_size:
             raise LayoutError(
@@ -310,6 +330,11 @@ def _check_parallel_state(config: TransformerConfig) -> None:
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
+    if config.num_moe_experts is not None:
+        actual |= {
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        }
     for name, size in actual.items():
         if size != getattr(config, name):
             raise LayoutError(

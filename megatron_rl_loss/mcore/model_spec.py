@@ -12,7 +12,9 @@ from typing import Any
 
 from ..errors import ConfigError
 
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+DENSE_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+MOE_ARCHITECTURES = ("qwen3_moe", "mixtral")
+SUPPORTED_ARCHITECTURES = DENSE_ARCHITECTURES + MOE_ARCHITECTURES
 SUPPORTED_ROPE_TYPES = ("default", "llama3")
 
 _QWEN3_HEAD_DIM = 128  # the class default of Hugging Face's Qwen3Config, which has no derived one
@@ -35,8 +37,26 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True)
+class MoESpec:
+    """The mixture of experts that every layer has in place of its MLP.
+
+    Attributes:
+        num_experts: in a layer.
+        top_k: experts that a token goes to.
+        ffn_hidden_size: width of one expert.
+        norm_topk_prob: the chosen experts' probabilities are scaled to a sum of 1; else they are
+            those of a softmax over all experts.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """The architecture of a dense decoder with RMSNorm, rotary embeddings and a SwiGLU MLP.
+    """The architecture of a decoder with RMSNorm, rotary embeddings and SwiGLU MLPs or experts.
 
     Attributes:
         architecture: one of `SUPPORTED_ARCHITECTURES`, Hugging Face's `model_type`.
@@ -51,6 +71,7 @@ class ModelSpec:
         tied_embeddings: the output layer is the embedding.
         qkv_bias: the query, key and value projections have a bias (Qwen2).
         qk_norm: RMSNorm over each query and key head (Qwen3).
+        moe: the experts of every layer; None: a dense model.
         value_head: a critic: one value per token in place of logits (see `value_model`).
     """
 
@@ -69,6 +90,7 @@ class ModelSpec:
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    moe: MoESpec | None = None
     value_head: bool = False
 
 
@@ -109,7 +131,8 @@ def model_spec_from_hf(hf_config: Any) -> ModelSpec:
         rope_scaling=_rope_scaling(config),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "qwen3_moe"),
+        moe=_moe(config, architecture),
     )
     _check_heads(spec)
     return spec
@@ -131,7 +154,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
     if name not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
             f"model_type {name!r} is not supported; supported: "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)} (dense). Choose a checkpoint of one of these."
+            f"{', '.join(DENSE_ARCHITECTURES)} (dense), {', '.join(MOE_ARCHITECTURES)} (experts). "
+            "Choose a checkpoint of one of these."
         )
     return name
 
@@ -145,6 +169,12 @@ def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
         "mlp_bias": (bool(config.get("mlp_bias")), "False"),
         "attention_dropout": (bool(config.get("attention_dropout")), "0.0"),
         "sliding_window": (_uses_sliding_window(config), "full attention in every layer"),
+        "mlp_only_layers": (bool(config.get("mlp_only_layers")), "experts in every layer"),
+        "decoder_sparse_step": (
+            config.get("decoder_sparse_step", 1) != 1,
+            "1, experts in every layer",
+        ),
+        "router_jitter_noise": (bool(config.get("router_jitter_noise")), "0.0"),
         "quantization_config": (bool(config.get("quantization_config")), "none: plain weights"),
     }
     for name, (refused, supported) in refusals.items():
@@ -153,6 +183,25 @@ def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
                 f"{architecture} with {name}={config.get(name)!r} is not supported; supported: "
                 f"{supported}."
             )
+
+
+def _moe(config: Mapping[str, Any], architecture: str) -> MoESpec | None:
+    if architecture not in MOE_ARCHITECTURES:
+        return None
+    # transformers 4 and 5 spell Qwen3's number of experts differently
+    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    width = "intermediate_size" if architecture == "mixtral" else "moe_intermediate_size"
+    moe = MoESpec(
+        num_experts=_size(config, name),
+        top_k=_size(config, "num_experts_per_tok"),
+        ffn_hidden_size=_size(config, width),
+        norm_topk_prob=architecture == "mixtral" or bool(config.get("norm_topk_prob")),
+    )
+    if moe.top_k > moe.num_experts:
+        raise ConfigError(
+            f"num_experts_per_tok ({moe.top_k}) is larger than {name} ({moe.num_experts})."
+        )
+    return moe
 
 
 def _uses_sliding_window(config: Mapping[str, Any]) -> bool:
@@ -201,7 +250,7 @@ def _rope_number(settings: Mapping[str, Any], name: str) -> Any:
 
 
 def _head_dim(config: Mapping[str, Any], architecture: str, num_heads: int) -> int:
-    if architecture == "qwen3":
+    if architecture == "qwen3":  # Qwen3-MoE's class has the usual default
         return _size(config, "head_dim", default=_QWEN3_HEAD_DIM)
     return _size(config, "head_dim", default=_size(config, "hidden_size") // num_heads)
 

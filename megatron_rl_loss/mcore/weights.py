@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ from torch import Tensor
 from ..errors import WeightsError
 from .hf_files import CheckpointWriter, SafetensorsFolder, config_json
 from .model_spec import ModelSpec
-from .weights_check import model_problems, named_parameters, source_problems, unwrapped
+from .weights_check import (
+    model_problems,
+    named_parameters,
+    source_problems,
+    tensor_parallel_of,
+    unwrapped,
+)
 from .weights_map import OUTPUT_LAYER, Replicated, WeightRule, weight_rules
+from .weights_moe import PerExpert
 
 
 def load_hf_weights(
@@ -48,6 +56,8 @@ def load_hf_weights(
     """
     if isinstance(source, (str, Path)):
         source = SafetensorsFolder(source)
+    if spec.moe is not None:
+        source = PerExpert(source, spec)
     models = unwrapped(chunks)
     rules = weight_rules(spec, models[0].vocab_size)
     problems = model_problems(models, spec, rules) + source_problems(source, spec, rules)
@@ -57,13 +67,11 @@ def load_hf_weights(
             + "\n  ".join(problems)
             + "\nCheck that model, spec and checkpoint are of the same configuration."
         )
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
     with torch.no_grad():
         for name, parameter in named_parameters(models):
             rule = rules[name]
             tensors = [source[hf_name] for hf_name in rule.hf_shapes]
-            parameter.copy_(rule.layout.shard(tensors, tp_rank, tp_size))
+            parameter.copy_(rule.layout.shard(tensors, *tensor_parallel_of(rule)))
 
 
 def export_hf_weights(
@@ -83,7 +91,8 @@ def export_hf_weights(
         WeightsError: the model is not of this architecture, or its weights may be out of date.
 
     Communicates: gathers each parameter over the tensor-parallel ranks and broadcasts it over the
-    pipeline. Every rank of the model must take the stream to its end, at the same time.
+    pipeline, an expert also over the expert-parallel ranks. Every rank of the model (with experts:
+    of the world) must take the stream to its end, at the same time.
     """
     models = unwrapped(chunks)
     _check_up_to_date(chunks)
@@ -96,8 +105,7 @@ def export_hf_weights(
     for name, rule in rules.items():
         if name == OUTPUT_LAYER and spec.tied_embeddings:
             continue
-        owner, sent_dtype = owners[name]
-        yield from _whole_tensors(rule, own.get(name), owner, sent_dtype)
+        yield from _whole_tensors(rule, own.get(name), owners[name])
 
 
 def save_hf_checkpoint(
@@ -125,15 +133,17 @@ def save_hf_checkpoint(
     Raises:
         WeightsError: the folder exists, or writing failed; on every rank.
 
-    Communicates: as `export_hf_weights`, within the first data-parallel copy of the model; then
-    all ranks wait for rank 0.
+    Communicates: as `export_hf_weights`, of a dense model within its first data-parallel copy;
+    then all ranks wait for rank 0.
     """
     writer: CheckpointWriter | None = None
     with _shared_failure(f"cannot start writing {folder}"):
         if dist.get_rank() == 0:
             writer = CheckpointWriter(folder, overwrite=overwrite)
     with _shared_failure(f"writing {folder} failed"):
-        if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        # the experts of one copy may be on ranks of all data-parallel copies
+        if first_copy or spec.moe is not None:
             stream = export_hf_weights(chunks, spec, dtype=dtype)
             _write(writer, stream, max_shard_bytes)
         if writer is not None:
@@ -184,36 +194,69 @@ def _check_up_to_date(chunks: Sequence[torch.nn.Module]) -> None:
             )
 
 
-def _owners(dtypes: dict[str, torch.dtype]) -> dict[str, tuple[int, torch.dtype]]:
-    """Returns the first pipeline rank that has each parameter, and the dtype it sends."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    by_rank: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, dtypes, group=group)
-    owners: dict[str, tuple[int, torch.dtype]] = {}
-    for rank, names in reversed(list(enumerate(by_rank))):
-        owners.update({name: (rank, dtype) for name, dtype in names.items()})
-    return owners
+@dataclass(frozen=True)
+class _Owner:
+    """Where a parameter is: the first pipeline rank and, in it, expert-parallel rank."""
+
+    stage: int
+    expert_rank: int
+    dtype: torch.dtype
+
+
+def _owners(dtypes: dict[str, torch.dtype]) -> dict[str, _Owner]:
+    """Returns where each parameter is, and the dtype it is sent in."""
+    experts = _from_all(dtypes, parallel_state.get_expert_model_parallel_group())
+    stages = _from_all(_first(experts), parallel_state.get_pipeline_model_parallel_group())
+    return {
+        name: _Owner(stage, expert_rank, dtype)
+        for name, (stage, (expert_rank, dtype)) in _first(stages).items()
+    }
+
+
+def _first(by_rank: list[dict[str, Any]]) -> dict[str, tuple[int, Any]]:
+    """Returns each name's first rank, and what it has there."""
+    found: dict[str, tuple[int, Any]] = {}
+    for rank, named in reversed(list(enumerate(by_rank))):
+        found.update({name: (rank, value) for name, value in named.items()})
+    return found
+
+
+def _from_all(item: Any, group: Any) -> list[Any]:
+    items: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(items, item, group=group)
+    return items
 
 
 def _whole_tensors(
-    rule: WeightRule, parameter: Tensor | None, owner: int, dtype: torch.dtype
+    rule: WeightRule, parameter: Tensor | None, owner: _Owner
 ) -> Iterator[tuple[str, Tensor]]:
     """Returns a parameter's Hugging Face tensors on every rank of the model."""
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if parameter is not None and dist.get_rank(group) == owner:
-        tensors = rule.layout.merge(_all_shards(rule, parameter.to(dtype)))
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    in_stage = dist.get_rank(stages) == owner.stage
+    if parameter is not None and in_stage:
+        tensors = rule.layout.merge(_all_shards(rule, parameter.to(owner.dtype)))
     else:
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         shapes = rule.hf_shapes.values()
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-    if dist.get_world_size(group) > 1:
-        for tensor in tensors:
-            dist.broadcast(tensor, dist.get_global_rank(group, owner), group=group)
+        tensors = [torch.empty(shape, dtype=owner.dtype, device=device) for shape in shapes]
+    if rule.expert is not None and in_stage:
+        experts = parallel_state.get_expert_model_parallel_group()
+        _broadcast(tensors, owner.expert_rank, experts)
+    _broadcast(tensors, owner.stage, stages)
     return zip(rule.hf_shapes, tensors, strict=True)
 
 
+def _broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
+    if dist.get_world_size(group) > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
+
+
 def _all_shards(rule: WeightRule, shard: Tensor) -> list[Tensor]:
-    group = parallel_state.get_tensor_model_parallel_group()
+    if rule.expert is None:
+        group = parallel_state.get_tensor_model_parallel_group()
+    else:
+        group = parallel_state.get_expert_tensor_parallel_group()
     size = dist.get_world_size(group)
     if size == 1 or isinstance(rule.layout, Replicated):
         return [shard]

@@ -6,7 +6,7 @@ Every difference becomes one line of text; the callers raise them all together.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .weights_map import (
     global_name,
     layer_of,
 )
+from .weights_moe import source_header
 
 _EMBEDDING = "model.embed_tokens.weight"
 _TIED_OUTPUT = "lm_head.weight"
@@ -44,8 +45,27 @@ def named_parameters(models: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Para
     """Yields every parameter of this rank by its global name."""
     for model in models:
         layers = _layer_numbers(model)
+        first_expert = next(iter(_own_experts(model)), 0)
         for name, parameter in model.named_parameters():
-            yield global_name(name, layers), parameter
+            yield global_name(name, layers, first_expert), parameter
+
+
+def tensor_parallel_of(rule: WeightRule) -> tuple[int, int]:
+    """Returns rank and number of the ranks that the rule's layout cuts over."""
+    if rule.expert is None:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        return rank, parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_expert_tensor_parallel_rank()
+    return rank, parallel_state.get_expert_tensor_parallel_world_size()
+
+
+def _own_experts(model: Any) -> range:
+    """Returns the numbers of this rank's experts."""
+    if not model.config.num_moe_experts:
+        return range(0)
+    num = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    first = num * parallel_state.get_expert_model_parallel_rank()
+    return range(first, first + num)
 
 
 def _layer_numbers(model: Any) -> list[int]:
@@ -57,7 +77,6 @@ def model_problems(
     models: Sequence[Any], spec: ModelSpec, rules: Mapping[str, WeightRule]
 ) -> list[str]:
     """Says how this rank's parameters differ from what the architecture asks for."""
-    tp_size = parallel_state.get_tensor_model_parallel_world_size()
     parameters = dict(named_parameters(models))
     expected = {name for model in models for name in _expected_names(model, spec, rules)}
     problems = []
@@ -68,15 +87,18 @@ def model_problems(
     problems += _names_problem("the model lacks parameters", expected - set(parameters))
     problems += _names_problem("the model has other parameters", set(parameters) - set(rules))
     for name in expected & set(parameters):
-        shape, wanted = tuple(parameters[name].shape), rules[name].shard_shape(tp_size)
+        _, size = tensor_parallel_of(rules[name])
+        shape, wanted = tuple(parameters[name].shape), rules[name].shard_shape(size)
         if shape != wanted:
             problems.append(f"parameter {name} has shape {shape}, the spec asks for {wanted}")
     return problems
 
 
-def _expected_names(model: Any, spec: ModelSpec, rules: Iterable[str]) -> Iterator[str]:
-    layers = set(_layer_numbers(model))
-    yield from (name for name in rules if layer_of(name) in layers)
+def _expected_names(model: Any, spec: ModelSpec, rules: Mapping[str, WeightRule]) -> Iterator[str]:
+    layers, experts = set(_layer_numbers(model)), {None, *_own_experts(model)}
+    for name, rule in rules.items():
+        if layer_of(name) in layers and rule.expert in experts:
+            yield name
     if model.pre_process:
         yield EMBEDDING
     if model.post_process:
@@ -98,7 +120,7 @@ def source_problems(
         problems += _tied_problem(source)
     problems += _names_problem("unexpected in the checkpoint", extra)
     for name in [name for name in expected if name in names]:
-        shape, dtype = _header(source, name)
+        shape, dtype = source_header(source, name)
         if shape != expected[name]:
             problems.append(f"{name} has shape {shape}, the spec asks for {expected[name]}")
         if dtype not in _FLOAT_DTYPES:
@@ -117,10 +139,3 @@ def _tied_problem(source: Mapping[str, Tensor]) -> list[str]:
 
 def _names_problem(what: str, names: set[str]) -> list[str]:
     return [f"{what}: {listed(sorted(names))}"] if names else []
-
-
-def _header(source: Mapping[str, Tensor], name: str) -> tuple[tuple[int, ...], Any]:
-    if hasattr(source, "header"):
-        return source.header(name)
-    tensor = source[name]
-    return tuple(tensor.shape), tensor.dtype

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .model_spec import ModelSpec
+from .weights_moe import NAMES
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
@@ -23,6 +24,9 @@ SCORE = "score.weight"  # a critic's value head in Hugging Face's sequence class
 FINAL_NORM = "decoder.final_layernorm.weight"
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_SEQUENTIAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+# Transformer Engine's grouped layers hold one weight per local expert
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 # Transformer Engine fuses a norm into the linear layer after it
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -121,13 +125,16 @@ class WeightRule:
     Attributes:
         hf_shapes: name and whole shape of the Hugging Face tensors, in the layout's order.
         layout: how they are cut and joined.
+        expert: number of the expert that it belongs to, None outside the experts. Expert-tensor
+            parallelism cuts these.
     """
 
     hf_shapes: Mapping[str, tuple[int, ...]]
     layout: Layout
+    expert: int | None = None
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Returns the shape of one tensor-parallel rank's parameter."""
+        """Returns the shape of one (expert-)tensor-parallel rank's parameter."""
         whole = [torch.empty(shape, device="meta") for shape in self.hf_shapes.values()]
         return tuple(self.layout.shard(whole, 0, tp_size).shape)
 
@@ -152,20 +159,29 @@ def weight_rules(spec: ModelSpec, padded_vocab_size: int) -> dict[str, WeightRul
     return rules
 
 
-def global_name(name: str, layer_numbers: Sequence[int]) -> str:
+def global_name(name: str, layer_numbers: Sequence[int], first_expert: int = 0) -> str:
     """Returns a parameter's global name.
 
     Args:
         name: its name in this rank's chunk, with local or Transformer Engine layers.
         layer_numbers: number in the whole model, from 0, of each of the chunk's layers.
+        first_expert: number in a whole layer of this rank's first expert.
 
     >>> global_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", [8, 9])
     'decoder.layers.8.pre_mlp_layernorm.weight'
+    >>> global_name("decoder.layers.0.mlp.experts.linear_fc2.weight1", [8, 9], first_expert=4)
+    'decoder.layers.8.mlp.experts.local_experts.5.linear_fc2.weight'
     """
     match = _LAYER.fullmatch(name)
     if match is None:
         return name
     layer, rest = layer_numbers[int(match[1])], match[2]
+    sequential, grouped = _SEQUENTIAL_EXPERT.fullmatch(rest), _GROUPED_EXPERT.fullmatch(rest)
+    if sequential:
+        rest = f"mlp.experts.local_experts.{first_expert + int(sequential[1])}.{sequential[2]}"
+    elif grouped:
+        expert = first_expert + int(grouped[2])
+        rest = f"mlp.experts.local_experts.{expert}.{grouped[1]}.weight"
     return f"decoder.layers.{layer}.{_FUSED_NORMS.get(rest, rest)}"
 
 
@@ -176,8 +192,7 @@ def layer_of(name: str) -> int | None:
 
 
 def _layer_rules(spec: ModelSpec, prefix: str) -> dict[str, WeightRule]:
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    attention, hidden = f"{prefix}self_attn.", spec.hidden_size
     query_rows = spec.num_attention_heads * spec.head_dim
     rules = {
         "input_layernorm.weight": _replicated(f"{prefix}input_layernorm.weight", hidden),
@@ -186,11 +201,7 @@ def _layer_rules(spec: ModelSpec, prefix: str) -> dict[str, WeightRule]:
             {f"{attention}o_proj.weight": (hidden, query_rows)}, Split(1)
         ),
         "pre_mlp_layernorm.weight": _replicated(f"{prefix}post_attention_layernorm.weight", hidden),
-        "mlp.linear_fc1.weight": WeightRule(
-            {f"{mlp}gate_proj.weight": (ffn, hidden), f"{mlp}up_proj.weight": (ffn, hidden)},
-            GateUp(),
-        ),
-        "mlp.linear_fc2.weight": WeightRule({f"{mlp}down_proj.weight": (hidden, ffn)}, Split(1)),
+        **(_mlp_rules(spec, prefix) if spec.moe is None else _expert_rules(spec, prefix)),
     }
     if spec.qkv_bias:
         rules["self_attention.linear_qkv.bias"] = _qkv_rule(spec, attention, "bias", ())
@@ -199,6 +210,32 @@ def _layer_rules(spec: ModelSpec, prefix: str) -> dict[str, WeightRule]:
             rules[f"self_attention.{head}_layernorm.weight"] = _replicated(
                 f"{attention}{head}_norm.weight", spec.head_dim
             )
+    return rules
+
+
+def _mlp_rules(spec: ModelSpec, prefix: str) -> dict[str, WeightRule]:
+    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    gate, up, down = (f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+    return {
+        "mlp.linear_fc1.weight": WeightRule({gate: (ffn, hidden), up: (ffn, hidden)}, GateUp()),
+        "mlp.linear_fc2.weight": WeightRule({down: (hidden, ffn)}, Split(1)),
+    }
+
+
+def _expert_rules(spec: ModelSpec, prefix: str) -> dict[str, WeightRule]:
+    names, moe, hidden = NAMES[spec.architecture], spec.moe, spec.hidden_size
+    assert moe is not None
+    router = f"{prefix}{names.block}.gate.weight"
+    rules = {"mlp.router.weight": WeightRule({router: (moe.num_experts, hidden)}, Replicated())}
+    wide, narrow = (moe.ffn_hidden_size, hidden), (hidden, moe.ffn_hidden_size)
+    for expert in range(moe.num_experts):
+        hf = f"{prefix}{names.block}.experts.{expert}."
+        own = f"mlp.experts.local_experts.{expert}."
+        shapes = {f"{hf}{names.gate}.weight": wide, f"{hf}{names.up}.weight": wide}
+        rules[f"{own}linear_fc1.weight"] = WeightRule(shapes, GateUp(), expert)
+        rules[f"{own}linear_fc2.weight"] = WeightRule(
+            {f"{hf}{names.down}.weight": narrow}, Split(1), expert
+        )
     return rules
 
 

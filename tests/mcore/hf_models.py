@@ -30,7 +30,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 # Every setting that changes the output differs from what Megatron would take by default.
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rms_norm_eps": 1e-3},
     "llama tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama3 rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
@@ -42,8 +42,20 @@ CONFIGS = {
     },
     "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    # the wide MLP's size is unused: every layer has experts
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "intermediate_size": 80,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3 tied": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
 }
+CONFIGS["qwen3_moe unscaled"] = CONFIGS["qwen3_moe"] | {"norm_topk_prob": False}
 
 
 @dataclass(frozen=True)
@@ -52,12 +64,14 @@ class Layout:
     pp: int = 1
     vpp: int | None = None
     sequence_parallel: bool = False
+    ep: int = 1
+    etp: int = 1
     padded_vocab: int = 128
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp
+        return self.pp * max(self.tp, self.ep * self.etp)
 
 
 def hf_config(name: str) -> Any:
@@ -103,6 +117,8 @@ def start(layout: Layout, config: Any, **overrides: Any) -> tuple[list[Any], Any
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
     }
     start_ranks(**sizes)
     spec = model_spec_from_hf(config)

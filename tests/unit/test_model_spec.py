@@ -90,7 +90,7 @@ def test_rotary_scaling_without_original_length_takes_the_stated_context():
     [
         ({"model_type": "mistral"}, ["'mistral'", "llama, qwen2, qwen3"]),
         ({"model_type": None}, ["None", "llama, qwen2, qwen3"]),
-        ({"model_type": "qwen3_moe"}, ["'qwen3_moe'", "dense"]),
+        ({"model_type": "qwen2_moe"}, ["'qwen2_moe'", "dense"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu'"]),
         ({"attention_bias": True}, ["attention_bias=True", "False"]),
         ({"model_type": "qwen3", "attention_bias": True}, ["attention_bias=True"]),
