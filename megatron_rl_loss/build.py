@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .config.schema import Config
-from .config.validate import rollouts_per_step
+from .config.validate import FROM_FILES, rollouts_per_step
 from .errors import InputError
 from .lora import apply_lora, disabled, merged
 from .mcore.checkpoint import Checkpointer
@@ -27,14 +28,16 @@ from .mcore.value_model import value_spec, value_weights
 from .mcore.weights import export_hf_weights, load_hf_weights
 from .ppo import PPO, AdaptiveCoefs, make_coefs, make_ppo
 from .recipe import build_estimator, lora_settings
-from .rollout_source import FileRollouts, RolloutSource, SampledRollouts
+from .rollout_source import FileRollouts, RolloutSource, SampledRollouts, StreamedRollouts
 from .rollouts.files import RolloutFiles
 from .rollouts.hf_model import check_hf_model, load_hf_model
 from .rollouts.prompts import PromptFile, PromptSource
 from .rollouts.rewards import ReasoningGymTask, RewardFn, load_reward_fn
 from .rollouts.sampler import Sampler
 from .trainer import Trainer
+from .rollouts.stream import RolloutStream
 
+from .watch_source import JOURNAL_FILE, WatchedRollouts, WeightExport
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -60,7 +63,8 @@ def build_job(config: Config) -> Job:
     weights = hf_model.state_dict()
     trainer = build_trainer(config, spec, weights)
     source = build_source(config, spec, trainer, hf_model, tokenizer)
-    return Job(trainer, source, spec, hf_model.config, build_checkpointer(config, spec, trainer))
+    checkpoints = build_checkpointer(config, spec, trainer, source)
+    return Job(trainer, source, spec, hf_model.config, checkpoints)
 
 
 def check_inputs(config: Config) -> None:
@@ -73,7 +77,7 @@ def check_inputs(config: Config) -> None:
     lora_settings(config)
     if config.rollouts.source == "sampler":
         build_task(config)
-    elif not Path(config.rollouts.path).exists():
+    elif config.rollouts.source != "watch" and not Path(config.rollouts.path).exists():
         raise InputError(f"rollouts.path {config.rollouts.path}: no such file or folder.")
 
 
@@ -170,14 +174,16 @@ def updates_per_step(config: Config) -> int:
     return config.batch.mini_batches_per_step * config.batch.epochs
 
 
-def build_checkpointer(config: Config, spec: ModelSpec, trainer: Trainer) -> Checkpointer | None:
+def build_checkpointer(
+    config: Config, spec: ModelSpec, trainer: Trainer, source: RolloutSource
+) -> Checkpointer | None:
     """Returns what saves and resumes the run, None without `checkpoint.interval`."""
     checkpoint = config.checkpoint
     if checkpoint.interval is None:
         return None
     return Checkpointer(
         checkpoint.dir or Path(config.run.dir) / "checkpoints",
-        _trained(trainer),
+        _trained(trainer, source),
         interval=checkpoint.interval,
         keep_last=checkpoint.keep_last,
         asynchronous=checkpoint.asynchronous,
@@ -186,8 +192,23 @@ def build_checkpointer(config: Config, spec: ModelSpec, trainer: Trainer) -> Che
     )
 
 
-def _trained(trainer: Trainer) -> dict[str, Trained]:
-    policy = Trained(trainer.chunks, trainer.optimizer, trainer.scheduler, extra=trainer)
+class _TrainerAndSource:
+    """What a checkpoint keeps beside the models: coefficients, and the position in the data."""
+
+    def __init__(self, trainer: Trainer, source: RolloutSource) -> None:
+        self._trainer, self._source = trainer, source
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._trainer.state_dict(), "rollouts": self._source.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._trainer.load_state_dict({k: v for k, v in state.items() if k != "rollouts"})
+        self._source.load_state_dict(state.get("rollouts", {}))
+
+
+def _trained(trainer: Trainer, source: RolloutSource) -> dict[str, Trained]:
+    extra = _TrainerAndSource(trainer, source)
+    policy = Trained(trainer.chunks, trainer.optimizer, trainer.scheduler, extra=extra)
     models = {"policy": policy}
     if trainer.ppo is not None:
         critic = trainer.ppo.critic
@@ -198,7 +219,7 @@ def _trained(trainer: Trainer) -> dict[str, Trained]:
 def _data_order(config: Config) -> dict[str, Any]:
     """Returns the settings that, with the number of steps done, say which data comes next."""
     order = {"run.seed": config.run.seed, "rollouts.source": config.rollouts.source}
-    if config.rollouts.source == "files":
+    if config.rollouts.source in FROM_FILES:
         return order | {
             "rollouts.per_step": config.rollouts.per_step,
             "rollouts.shuffle": config.rollouts.shuffle,
@@ -209,9 +230,12 @@ def _data_order(config: Config) -> dict[str, Any]:
 def build_source(
     config: Config, spec: ModelSpec, trainer: Trainer, hf_model: Any, tokenizer: Any
 ) -> RolloutSource:
-    if config.rollouts.source == "files":
+    export_weights = partial(export_hf_weights, exported_chunks(config, trainer.chunks), spec)
+    if config.rollouts.source in ("files", "stream"):
         return build_file_source(config, spec)
     sampler_model = hf_model.to(DTYPES[config.sampler.dtype])
+    if config.rollouts.source == "watch":
+        return build_watch_source(config, spec, export_weights, (hf_model.config, tokenizer))
     prompts, reward_fn = build_task(config)
     sampler = Sampler(
         sampler_model,
@@ -228,25 +252,66 @@ def build_source(
         reward_fn,
         prompts_per_step=config.sampler.prompts_per_step,
         prompts_per_batch=config.sampler.prompts_per_batch,
-        export_weights=partial(export_hf_weights, exported_chunks(config, trainer.chunks), spec),
+        export_weights=export_weights,
     )
 
 
-def build_file_source(config: Config, spec: ModelSpec) -> FileRollouts:
-    files = RolloutFiles(
-        config.rollouts.path,
-        vocab_size=spec.vocab_size,
-        drop_non_finite=config.rollouts.drop_non_finite,
-    )
+def build_file_source(config: Config, spec: ModelSpec) -> FileRollouts | StreamedRollouts:
+    shuffle_seed = config.run.seed if config.rollouts.shuffle else None
+    per_step, whole_groups = rollouts_per_step(config), _compares_in_groups(config)
+    if config.rollouts.source == "stream":
+        stream = RolloutStream(
+            config.rollouts.path, shuffle_seed=shuffle_seed, **_row_checks(config, spec)
+        )
+        return StreamedRollouts(stream, per_step=per_step, whole_groups=whole_groups)
     return FileRollouts(
-        files,
-        per_step=rollouts_per_step(config),
-        shuffle_seed=config.run.seed if config.rollouts.shuffle else None,
-        whole_groups=config.advantage.estimator not in ("gae", "none"),
+        RolloutFiles(config.rollouts.path, **_row_checks(config, spec)),
+        per_step=per_step,
+        shuffle_seed=shuffle_seed,
+        whole_groups=whole_groups,
     )
 
 
 def build_task(config: Config) -> tuple[PromptSource, RewardFn]:
+def build_watch_source(
+    config: Config, spec: ModelSpec, export_weights: Any, saved: Sequence[Any]
+) -> WatchedRollouts:
+    """Returns the source that takes files from an engine.
+
+    Args:
+        export_weights: streams the live weights.
+        saved: what goes beside exported weights: configuration and tokenizer of Hugging Face.
+    """
+    settings, inbox, export = config.rollouts, None, None
+    if dist.get_rank() == 0:
+        inbox = Inbox(
+            settings.path,
+            Path(config.run.dir) / JOURNAL_FILE,
+            max_staleness=settings.max_staleness,
+            timeout=settings.wait_timeout,
+            done_markers=settings.done_markers,
+            whole_groups=_compares_in_groups(config),
+            **_row_checks(config, spec),
+        )
+    if settings.export_dir is not None:
+        export = WeightExport(
+            settings.export_dir,
+            interval=settings.export_interval,
+            export_weights=export_weights,
+            write_config=lambda folder: [part.save_pretrained(folder) for part in saved],
+        )
+    return WatchedRollouts(inbox, per_step=rollouts_per_step(config), export=export)
+
+
+def _row_checks(config: Config, spec: ModelSpec) -> dict[str, Any]:
+    drop_non_finite = config.rollouts.drop_non_finite
+    return {"vocab_size": spec.vocab_size, "drop_non_finite": drop_non_finite}
+
+
+def _compares_in_groups(config: Config) -> bool:
+    return config.advantage.estimator not in ("gae", "none")
+
+
     """Returns where the prompts come from and what rewards a response."""
     task, reward = config.task, config.reward
     reward_fn = load_reward_fn(reward.fn) if reward.fn else None

@@ -6,18 +6,20 @@ A source gives every rank the rollouts of the whole step, in the same order.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from .errors import InputError
 from .parallel.agreement import raise_together
 from .rollouts.files import RolloutFiles
 from .rollouts.prompts import Prompt, PromptSource
 from .rollouts.rewards import RewardFn, score_rollouts
 from .rollouts.rollout import Rollout
 from .rollouts.sampler import Sampler
+from .rollouts.stream import RolloutStream
 
 ExportWeights = Callable[[], Iterable[tuple[str, Tensor]]]
 
@@ -27,8 +29,27 @@ class RolloutSource(Protocol):
         """Returns all rollouts of a step (counted from 0), the same on every rank."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where it is, small and of plain numbers and text, the same on every rank."""
+        ...
 
-class FileRollouts:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to where `state_dict` was taken."""
+        ...
+
+
+class Position:
+    """The position of a source whose rollouts are a function of the step alone: nothing to keep."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing: the number of steps done is enough."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` returned."""
+
+
+class FileRollouts(Position):
     """Rollouts read from files, in order or shuffled by seed.
 
     Args:
@@ -58,7 +79,58 @@ class FileRollouts:
         )
 
 
-class SampledRollouts:
+class StreamedRollouts:
+    """Rollouts read from files that do not fit into memory, each once per pass.
+
+    Every rank reads all files. A first step that is not the one after the saved position's (or the
+    start) is reached by reading over the rollouts before it.
+
+    Args:
+        stream: at its start.
+        per_step: rollouts in a step, over all ranks.
+        whole_groups: refuse to end a step within a group.
+    """
+
+    def __init__(self, stream: RolloutStream, *, per_step: int, whole_groups: bool) -> None:
+        self._stream = stream
+        self._per_step = per_step
+        self._whole_groups = whole_groups
+        self._next = 0
+
+    def rollouts(self, step: int) -> list[Rollout]:
+        return raise_together(lambda: self._read(step), dist.group.WORLD)
+
+    def _read(self, step: int) -> list[Rollout]:
+        if step < self._next:
+            raise InputError(
+                f"step {step} was asked for after step {self._next - 1}; a stream only goes on. "
+                "Load the position that was saved with the steps done."
+            )
+        while self._next < step:
+            self._take()
+        return self._take()
+
+    def _take(self) -> list[Rollout]:
+        self._next += 1
+        return self._stream.take(self._per_step, whole_groups=self._whole_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the step that comes next and the stream's position."""
+        return {"step": self._next, "stream": self._stream.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a position.
+
+        Raises:
+            RolloutError: the files or the order are others than when the position was saved.
+        """
+        if not state:  # of a checkpoint without positions
+            return
+        self._stream.load_state_dict(state["stream"])
+        self._next = state["step"]
+
+
+class SampledRollouts(Position):
     """Rollouts sampled from the live model's weights; the prompts are shared out over all ranks.
 
     Args:

@@ -85,12 +85,20 @@ class RolloutsConfig:
     """Where rollouts come from.
 
     Attributes:
-        source: "sampler" (from the live model) or "files".
-        path: for files: a file or folder.
-        per_step: for files: rollouts in a step, over all ranks.
-        shuffle: for files: a new order in every pass, by run.seed; groups stay together.
-        drop_non_finite: for files: do not train tokens whose log-probs are not finite, instead of
-            stopping.
+        source: "sampler" (from the live model); "files", any row by its index; "stream", files that
+            do not fit into memory (see `rollouts.stream` for the order); or "watch", files that
+            an engine writes while the run goes on (see `rollouts.inbox`).
+        path: not for the sampler: a file or folder.
+        per_step: not for the sampler: rollouts in a step, over all ranks.
+        shuffle: for files and stream: a new order in every pass, by run.seed; groups stay together.
+        drop_non_finite: not for the sampler: do not train tokens whose log-probs are not finite,
+            instead of stopping.
+        max_staleness: for watch: files that are more steps old are not used.
+        wait_timeout: for watch: seconds to wait for the rollouts of a step.
+        done_markers: for watch: a file counts when NAME.done is beside it, where a rename is not
+            atomic.
+        export_dir: for watch: folder for the weights; null: the engine gets them in another way.
+        export_interval: for watch: steps between two exports.
     """
 
     source: str = "sampler"
@@ -104,6 +112,11 @@ class RolloutsConfig:
 class SamplerConfig:
     """The embedded sampler.
 
+    max_staleness: int = 4
+    wait_timeout: float = 1800.0
+    done_markers: bool = False
+    export_dir: str | None = None
+    export_interval: int = 1
     Attributes:
         prompts_per_step: over all ranks.
         samples_per_prompt: responses to each.

@@ -23,10 +23,11 @@ from .keys import nearest, raise_problems
 from .schema import Config
 
 DTYPES = ("fp32", "bf16")
+FROM_FILES = ("files", "stream", "watch")
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": DTYPES,
     "sampler.dtype": DTYPES,
-    "rollouts.source": ("sampler", "files"),
+    "rollouts.source": ("sampler", *FROM_FILES),
     "advantage.estimator": (*ADVANTAGE_ESTIMATORS, "gae", "none"),
     "reward.kl_estimator": tuple(KL_ESTIMATORS),
     "loss.reduction": REDUCTIONS,
@@ -65,6 +66,9 @@ RANGES: dict[str, _Range] = {
     "rollouts.per_step": _at_least(1),
     "sampler.prompts_per_step": _at_least(1),
     "sampler.samples_per_prompt": _at_least(1),
+    "rollouts.max_staleness": _at_least(0),
+    "rollouts.wait_timeout": _POSITIVE,
+    "rollouts.export_interval": _at_least(1),
     "sampler.max_new_tokens": _at_least(1),
     "sampler.temperature": _POSITIVE,
     "sampler.prompts_per_batch": _at_least(1),
@@ -129,7 +133,7 @@ def check_layout(config: Config, world_size: int) -> int:
 
 def rollouts_per_step(config: Config) -> int:
     """Returns the number of rollouts in a step, over all ranks."""
-    if config.rollouts.source == "files":
+    if config.rollouts.source in FROM_FILES:
         return config.rollouts.per_step or 0
     return config.sampler.prompts_per_step * config.sampler.samples_per_prompt
 
@@ -166,13 +170,19 @@ def _parallel(config: Config) -> Iterator[str]:
 
 
 def _source(config: Config) -> Iterator[str]:
-    if config.rollouts.source == "files":
+    source = config.rollouts.source
+    if source in FROM_FILES:
         for name in ("path", "per_step"):
             if getattr(config.rollouts, name) is None:
-                yield f"rollouts.{name}: is needed with rollouts.source=files."
+                yield f"rollouts.{name}: is needed with rollouts.source={source}."
+        if config.rollouts.export_dir is not None and source != "watch":
+            yield "rollouts.export_dir: is only written with rollouts.source=watch."
     elif config.rollouts.source == "sampler":
         if config.rollouts.path is not None:
-            yield "rollouts.path: is only read with rollouts.source=files; set one or the other."
+            yield (
+                "rollouts.path: is only read with rollouts.source=files, stream or watch; set one "
+                "or the other."
+            )
         yield from _task(config)
 
 

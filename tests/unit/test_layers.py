@@ -20,6 +20,7 @@ LAYERS = [
     ("lora",),
     ("signals", "ppo"),
     ("report", "rollout_source", "trainer", "between_steps"),
+    ("watch_source",),
     ("recipe",),
     ("build", "pretrain"),
     ("train", "audit", "plot"),

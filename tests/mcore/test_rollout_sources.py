@@ -1,0 +1,127 @@
+"""The main job on streamed files and beside an engine: each row once, also when it is killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_loss.errors import RolloutError
+from megatron_rl_loss.rollouts.files import write_rollouts
+from megatron_rl_loss.rollouts.inbox import wait_for_room
+from megatron_rl_loss.rollouts.rollout import Rollout
+from megatron_rl_loss.watch_source import JOURNAL_FILE
+from tests.mcore import jobs
+from tests.mcore.test_train import model_folder  # noqa: F401
+
+STEPS = 5
+
+
+def rows(first: int, num: int) -> list[Rollout]:
+    rng = random.Random(first)
+    return [
+        Rollout(
+            [rng.randrange(60) for _ in range(3)],
+            [rng.randrange(60) for _ in range(rng.randint(2, 5))],
+            reward=rng.random(),
+            group_id=i // 4,
+        )
+        for i in range(first, first + num)
+    ]
+
+
+@pytest.fixture(scope="module")
+def arguments(model_folder):  # noqa: F811
+    return [
+        "configs/base.yaml",
+        f"model.path={model_folder}",
+        "rollouts.per_step=8",
+        "optimizer.lr=1e-3",
+        "logging.plot=false",
+        f"run.steps={STEPS}",
+        "checkpoint.interval=1",
+    ]
+
+
+def run_with_kills(arguments: list[str], log: Path, ranks: int = 1) -> int:
+    """Kills the job again and again, then lets it end; returns the number of kills."""
+    moments, kills = random.Random(5), 0
+    for _ in range(4):
+        processes = jobs.start(arguments, log, ranks)
+        time.sleep(moments.uniform(1.0, 2.5))
+        if not processes[0].is_alive():
+            break
+        jobs.kill(processes)
+        kills += 1
+    jobs.run(arguments, log, ranks)
+    return kills
+
+
+def test_a_killed_run_on_streamed_files_gives_the_same_numbers(arguments, tmp_path):
+    files = tmp_path / "files"
+    for i, suffix in enumerate(("jsonl", "parquet", "jsonl")):
+        write_rollouts(files / f"{i}.{suffix}", rows(8 * i, 8))
+    arguments = [*arguments, "rollouts.source=stream", f"rollouts.path={files}"]
+    jobs.run([*arguments, f"run.dir={tmp_path / 'whole'}"], tmp_path / "whole.log")
+    killed = [*arguments, f"run.dir={tmp_path / 'killed'}"]
+    assert run_with_kills(killed, tmp_path / "killed.log") > 0
+    whole = jobs.metrics(tmp_path / "whole")
+    assert [row["step"] for row in whole] == [1, 2, 3, 4, 5]
+    # three steps make a pass, in another order each
+    assert len({row["loss"] for row in whole}) == STEPS
+    assert jobs.metrics(tmp_path / "killed") == whole
+
+
+def test_an_engine_beside_the_run_gets_weights_and_each_of_its_rows_is_trained_once(
+    arguments, tmp_path
+):
+    rollouts, weights, stop = tmp_path / "rollouts", tmp_path / "weights", threading.Event()
+    rollouts.mkdir()
+    written = []
+
+    def engine() -> None:
+        while not stop.is_set():
+            try:
+                version = (weights / "latest").read_text().strip()
+                assert (weights / version / "model.safetensors").exists()
+                assert (weights / version / "config.json").exists()
+                wait_for_room(rollouts, 2, timeout=0.2, poll=0.02)
+            except (OSError, RolloutError):
+                time.sleep(0.05)
+                continue
+            name = f"{version}-{len(written):03d}.jsonl"
+            write_rollouts(rollouts / name, rows(4 * len(written), 4))
+            written.append(name)
+
+    thread = threading.Thread(target=engine, daemon=True)
+    thread.start()
+    log = tmp_path / "log"
+    try:
+        kills = run_with_kills(
+            [
+                *arguments,
+                f"run.dir={tmp_path / 'run'}",
+                "rollouts.source=watch",
+                f"rollouts.path={rollouts}",
+                f"rollouts.export_dir={weights}",
+                "rollouts.wait_timeout=20",
+            ],
+            log,
+            ranks=2,
+        )
+    finally:
+        stop.set()
+        thread.join(5)
+    assert kills > 0
+    assert [row["step"] for row in jobs.metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    lines = (tmp_path / "run" / JOURNAL_FILE).read_text().splitlines()
+    trained = [part for line in lines for part in json.loads(line)["rows"]]
+    taken = [(name, i) for name, first, end in trained for i in range(first, end)]
+    assert len(taken) == len(set(taken)) == STEPS * 8
+    assert {name for name, _, _ in trained} <= set(written)
+    exports = sorted(path.name for path in weights.glob("v*"))
+    assert exports == ["v3", "v4"] and (weights / "latest").read_text() == "v4\n"
