@@ -66,7 +66,9 @@ class PPO:
             ConfigError: a rollout has no reward.
         """
         kl = self.reward_kl
-        settings = {} if kl is None else {"kl_coef": kl.coef, "kl_estimator": kl.estimator}
+        settings: dict[str, Any] = (
+            {} if kl is None else {"kl_coef": kl.coef, "kl_estimator": kl.estimator}
+        )
         made, is_cut = [], []
         for (micro_batches, plan), rollouts in zip(cuts, parts, strict=True):
             rows = rows_of(micro_batches, plan, rollouts, groups)
@@ -134,7 +136,7 @@ def rows_of(
         rewards = torch.zeros(len(batch["tokens"]))
         is_cut = torch.zeros(len(rewards), dtype=torch.bool)
         for row, i in enumerate(indices):
-            rewards[row] = rollouts[i].reward
+            rewards[row] = float(rollouts[i].reward or 0.0)
             is_cut[row] = not rollouts[i].metadata.get("finished", True)
         rows.append((rewards, is_cut))
     return rows
