@@ -31,13 +31,14 @@ from .recipe import build_estimator, lora_settings
 from .rollout_source import FileRollouts, RolloutSource, SampledRollouts, StreamedRollouts
 from .rollouts.files import RolloutFiles
 from .rollouts.hf_model import check_hf_model, load_hf_model
+from .rollouts.inbox import Inbox
 from .rollouts.prompts import PromptFile, PromptSource
 from .rollouts.rewards import ReasoningGymTask, RewardFn, load_reward_fn
 from .rollouts.sampler import Sampler
-from .trainer import Trainer
 from .rollouts.stream import RolloutStream
-
+from .trainer import Trainer
 from .watch_source import JOURNAL_FILE, WatchedRollouts, WeightExport
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -233,9 +234,9 @@ def build_source(
     export_weights = partial(export_hf_weights, exported_chunks(config, trainer.chunks), spec)
     if config.rollouts.source in ("files", "stream"):
         return build_file_source(config, spec)
-    sampler_model = hf_model.to(DTYPES[config.sampler.dtype])
     if config.rollouts.source == "watch":
         return build_watch_source(config, spec, export_weights, (hf_model.config, tokenizer))
+    sampler_model = hf_model.to(DTYPES[config.sampler.dtype])
     prompts, reward_fn = build_task(config)
     sampler = Sampler(
         sampler_model,
@@ -272,7 +273,6 @@ def build_file_source(config: Config, spec: ModelSpec) -> FileRollouts | Streame
     )
 
 
-def build_task(config: Config) -> tuple[PromptSource, RewardFn]:
 def build_watch_source(
     config: Config, spec: ModelSpec, export_weights: Any, saved: Sequence[Any]
 ) -> WatchedRollouts:
@@ -312,6 +312,7 @@ def _compares_in_groups(config: Config) -> bool:
     return config.advantage.estimator not in ("gae", "none")
 
 
+def build_task(config: Config) -> tuple[PromptSource, RewardFn]:
     """Returns where the prompts come from and what rewards a response."""
     task, reward = config.task, config.reward
     reward_fn = load_reward_fn(reward.fn) if reward.fn else None

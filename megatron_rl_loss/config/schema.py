@@ -106,17 +106,17 @@ class RolloutsConfig:
     per_step: int | None = None
     shuffle: bool = True
     drop_non_finite: bool = False
+    max_staleness: int = 4
+    wait_timeout: float = 1800.0
+    done_markers: bool = False
+    export_dir: str | None = None
+    export_interval: int = 1
 
 
 @dataclass
 class SamplerConfig:
     """The embedded sampler.
 
-    max_staleness: int = 4
-    wait_timeout: float = 1800.0
-    done_markers: bool = False
-    export_dir: str | None = None
-    export_interval: int = 1
     Attributes:
         prompts_per_step: over all ranks.
         samples_per_prompt: responses to each.
