@@ -115,7 +115,7 @@ CHECKPOINTS = [
     Mistake("checkpoint: checksums not compared", "mcore/checkpoint_files.py", "        elif found != expected:", "        elif False:", RESUMED + "::test_a_damaged_checkpoint_is_named_and_the_one_before_is_used"),
     Mistake("checkpoint: owner not checked", "mcore/checkpoint_write.py", "    files.check_owner(final.parent, token)", "    pass", RESUMED + "::test_an_older_run_does_not_write_into_a_newer_ones_folder"),
     Mistake("checkpoint: torch's failure not caught", "mcore/checkpoint_write.py", "except (Exception, torch_checkpoint.api.CheckpointException) as error:", "except Exception as error:", RESUMED + "::test_a_rank_that_cannot_write_is_an_error_on_every_rank"),
-    Mistake("checkpoint: written from live tensors", "mcore/checkpoint_write.py", '.to("cpu", copy=True)', '.to("cpu")', SAME_LAYOUT),
+    Mistake("checkpoint: written from live tensors", "mcore/checkpoint_write.py", '.to("cpu", copy=True)', '.to("cpu")', RESUMED + "::test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it"),
     Mistake("checkpoint: random states not restored", "mcore/checkpoint_state.py", '    if "rng" in wanted:', "    if False:", SAME_LAYOUT),
     Mistake("checkpoint: scheduler starts anew", "mcore/checkpoint_state.py", '        _load_scheduler(trained.scheduler, part["scheduler"])', "        pass", SAME_LAYOUT),
     Mistake("checkpoint: one step for all parameters", "mcore/compat.py", '            parameter_state["step"] = parameter_state["step"].clone()', "            pass", SAME_LAYOUT),
@@ -125,4 +125,22 @@ CHECKPOINTS = [
     Mistake("checkpoint: data from the start", "train.py", "for step in range(done, steps):", "for step in range(0, steps):", SAVED_JOB + "::test_a_finished_run_goes_on_with_more_steps"),
 ]  # fmt: skip
 
-MISTAKES = CORE + LAYOUTS + ADAPTERS + CHECKPOINTS
+HEADS = "tests/mcore/test_fused_head.py::test_gradient_of_every_parameter_is_the_same_with_any_head"
+VALUES = "tests/mcore/test_value.py::test_gradient_and_metrics_equal_the_reference_for_any_cut"
+PPO = "tests/unit/test_ppo.py"
+
+CRITIC_AND_HEAD = [
+    Mistake("head: hidden's gradient stays partial", "logprobs/lm_head.py", "        dist.all_reduce(grad, group=group)", "        pass", HEADS),
+    Mistake("head: its weight is not trained", "mcore/fused_head.py", "weight = layer.weight if weight is None else weight", "weight = (layer.weight if weight is None else weight).detach()", HEADS),
+    Mistake("head: no log-probs of the whole sequence", "mcore/fused_head.py", "sequence_parallel=layer.sequence_parallel,", "sequence_parallel=False,", HEADS),
+    Mistake("head: a bias is dropped", "mcore/fused_head.py", "    if layer.bias is not None:", "    if False:", "tests/mcore/test_fused_head.py::test_what_the_head_would_get_wrong_is_an_obstacle"),
+    Mistake("critic: parts of the weight's gradient", "mcore/value_model.py", "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", VALUES),
+    Mistake("critic: gathered values' gradients added", "mcore/value_model.py", "tensor_parallel_output_grad=False", "tensor_parallel_output_grad=True", VALUES),
+    Mistake("critic: layers are not trained", "mcore/value_model.py", "linear(input_.float(), ", "linear(input_.float().detach(), ", VALUES),
+    Mistake("critic: cut responses end at 0", "mcore/value_training.py", "torch.where(cut[:, None], later, 0.0)", "torch.zeros_like(later)", PPO),
+    Mistake("critic: whitened per micro-batch", "mcore/value_training.py", "            _whiten(flat, groups)", "            [_whiten([batch], groups) for batch in flat]", PPO),
+    Mistake("coefficients start anew after a resume", "trainer.py", "        self.coefs.load_state(state, self.forward_step)", "        pass", "tests/mcore/test_value_train.py::test_a_resumed_run_goes_on_with_critic_and_coefficients"),
+    Mistake("DPO: half the advantage", "ops/preferences.py", "return (2.0 * beta * sign", "return (beta * sign", "tests/unit/test_preferences.py"),
+]  # fmt: skip
+
+MISTAKES = CORE + LAYOUTS + ADAPTERS + CHECKPOINTS + CRITIC_AND_HEAD
