@@ -14,7 +14,8 @@ DEMO = [
 ]
 LOGGING = ["tensorboard", "wandb"]
 PARQUET = ["pyarrow"]
-TEST = ["pytest", "pytest-timeout", "hypothesis", "ruff"]
+PRETRAIN = ["six", "pydantic", "psutil", "regex", "tqdm", "typing_extensions"]  # megatron.training
+TEST = ["pytest", "pytest-timeout", "hypothesis", "ruff", *PRETRAIN]
 
 setup(
     name="megatron-rl-loss",
@@ -30,6 +31,7 @@ setup(
         "demo": DEMO,
         "logging": LOGGING,
         "parquet": PARQUET,
+        "pretrain": PRETRAIN,
         "te": ["transformer-engine[pytorch]"],
         "test": TEST + DEMO + LOGGING + PARQUET,
     },

@@ -104,6 +104,12 @@ def check_world_size(world_size: int, model_size: int, expert_size: int = 1) -> 
             )
 
 
+def join_world(timeout_s: float = 600) -> None:
+    """Joins the world that torchrun describes, or makes a world of one; not a second time."""
+    if not dist.is_initialized():
+        _join_world(_device(), timeout_s)
+
+
 def _device() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
