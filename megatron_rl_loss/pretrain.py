@@ -24,6 +24,7 @@ from .lora import apply_lora
 from .mcore.forward_step import ForwardStep, make_forward_step
 from .mcore.micro_batches import with_loss_weights
 from .mcore.model_spec import ModelSpec, model_spec_from_hf
+from .mcore.pretrain import norm_epsilon
 from .mcore.weights import load_hf_weights
 from .parallel.packing import pad_sequences
 from .recipe import build_estimator, lora_settings
@@ -214,7 +215,7 @@ def _check_model_arguments(args: Any, spec: ModelSpec) -> None:
     """Checks what shapes do not show."""
     pairs = {
         "--rotary-base": (args.rotary_base, spec.rope_theta),
-        "--norm-epsilon": (args.norm_epsilon, spec.rms_norm_eps),
+        "--norm-epsilon": (norm_epsilon(args), spec.rms_norm_eps),
         "--swiglu": (args.swiglu, True),
         "--normalization": (args.normalization, "RMSNorm"),
         "--position-embedding-type": (args.position_embedding_type, "rope"),

@@ -132,6 +132,12 @@ def megatron_arguments() -> Any:
     return get_args()
 
 
+def norm_epsilon(args: Any) -> float:
+    """Returns `--norm-epsilon`, which Megatron stores under one of two names."""
+    name = "layernorm_epsilon" if hasattr(args, "layernorm_epsilon") else "norm_epsilon"
+    return getattr(args, name)
+
+
 def _megatron_training() -> ModuleType:
     compat.bind_typing_override()
     try:
