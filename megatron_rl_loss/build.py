@@ -338,11 +338,13 @@ def _model_chunks(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any
         spec,
         bf16=config.model.dtype == "bf16",
         sequence_parallel=config.parallel.sequence_parallel,
+        moe_aux_loss_coef=config.model.moe_aux_loss_coef,
+        recompute=None if config.model.recompute == "none" else config.model.recompute,
         # The weights are loaded right after. perform_initialization=False would be quicker to
         # say, but then Megatron does not mark sharded weights, and counts them once in the norm.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
-        **_dense_sizes(config),
+        **_parallel_sizes(config),
     )
     rows = padded_vocab_size(spec.vocab_size, config.parallel.tensor_model_parallel_size)
     chunks = build_gpt_model(spec, megatron_config, padded_vocab_size=rows)
@@ -380,20 +382,16 @@ def exported_chunks(config: Config, chunks: Sequence[Any]) -> Sequence[Any]:
     return merged(chunks)
 
 
-def _dense_sizes(config: Config) -> dict[str, Any]:
+def _parallel_sizes(config: Config) -> dict[str, Any]:
     names = (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "virtual_pipeline_model_parallel_size",
         "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
     )
     return {name: getattr(config.parallel, name) for name in names}
-
-
-def _parallel_sizes(config: Config) -> dict[str, Any]:
-    return _dense_sizes(config) | {
-        "expert_model_parallel_size": config.parallel.expert_model_parallel_size
-    }
 
 
 def _cutting(config: Config) -> dict[str, Any]:

@@ -37,13 +37,16 @@ class Setting(NamedTuple):
 Layer = list[Setting]
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, checked: bool = True
+) -> Config:
     """Returns the config as plain dataclass objects, complete and checked.
 
     Args:
         path: a YAML file; None: the defaults.
         overrides: "section.key=value" with the value in YAML's spelling; or more YAML files, which
             come after `path` and before all key=value pairs.
+        checked: keys and types always are; False: the settings need not make a whole run.
 
     Raises:
         ConfigError: one line per problem, with the key's full path.
@@ -62,7 +65,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         _merge(config, layer, problems)
     raise_problems(problems)
     plain = _plain(config)
-    check_config(plain)
+    if checked:
+        check_config(plain)
     return plain
 
 

@@ -37,10 +37,15 @@ class ModelConfig:
     Attributes:
         path: folder of a Hugging Face checkpoint, or "smollm2-demo".
         dtype: of the forward and backward pass, "fp32" or "bf16" (with fp32 master weights).
+        recompute: of activations in backward, to save memory: "none", "selective" (the core
+            attention) or "full" (each layer).
+        moe_aux_loss_coef: of the experts' load-balancing loss; 0: none.
     """
 
     path: str = "smollm2-demo"
     dtype: str = "fp32"
+    recompute: str = "none"
+    moe_aux_loss_coef: float = 0.0
 
 
 @dataclass
@@ -70,13 +75,17 @@ class LoRAConfig:
 
 @dataclass
 class ParallelConfig:
-    """Megatron's parallel sizes, by Megatron's names; the rest of the ranks is data parallel."""
+    """Megatron's parallel sizes, by Megatron's names; the rest of the ranks is data parallel.
+
+    An expert_tensor_parallel_size of null is the tensor-parallel size, as in Megatron.
+    """
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
     sequence_parallel: bool = False
 
 

@@ -23,9 +23,11 @@ from .keys import nearest, raise_problems
 from .schema import Config
 
 DTYPES = ("fp32", "bf16")
+RECOMPUTE = ("none", "selective", "full")
 FROM_FILES = ("files", "stream", "watch")
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": DTYPES,
+    "model.recompute": RECOMPUTE,
     "sampler.dtype": DTYPES,
     "rollouts.source": ("sampler", *FROM_FILES),
     "advantage.estimator": (*ADVANTAGE_ESTIMATORS, "gae", "none"),
@@ -63,6 +65,8 @@ RANGES: dict[str, _Range] = {
     "parallel.virtual_pipeline_model_parallel_size": _at_least(2),
     "parallel.context_parallel_size": _at_least(1),
     "parallel.expert_model_parallel_size": _at_least(1),
+    "parallel.expert_tensor_parallel_size": _at_least(1),
+    "model.moe_aux_loss_coef": _at_least(0),
     "rollouts.per_step": _at_least(1),
     "rollouts.max_staleness": _at_least(0),
     "rollouts.wait_timeout": _POSITIVE,
@@ -118,15 +122,17 @@ def check_layout(config: Config, world_size: int) -> int:
     sizes = config.parallel
     tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
     cp, ep = sizes.context_parallel_size, sizes.expert_model_parallel_size
+    etp = sizes.expert_tensor_parallel_size or tp
     if world_size % (tp * pp * cp):
         raise LayoutError(
             f"{world_size} ranks are no multiple of tensor x pipeline x context parallel size "
             f"= {tp} x {pp} x {cp} = {tp * pp * cp}; change the number of ranks or parallel.*."
         )
-    if world_size % (ep * tp * pp):
+    if world_size % (ep * etp * pp):
         raise LayoutError(
-            f"{world_size} ranks are no multiple of expert x tensor x pipeline parallel size = "
-            f"{ep} x {tp} x {pp} = {ep * tp * pp}; change the number of ranks or parallel.*."
+            f"{world_size} ranks are no multiple of expert x expert-tensor x pipeline parallel "
+            f"size = {ep} x {etp} x {pp} = {ep * etp * pp}; change the number of ranks or "
+            "parallel.*."
         )
     return world_size // (tp * pp * cp)
 

@@ -410,7 +410,7 @@ def test_the_data_parallel_size_is_what_is_left(overrides, world_size, dp_size):
         ),
         (
             ["parallel.expert_model_parallel_size=4"],
-            "6 ranks are no multiple of expert x tensor x pipeline parallel size = 4 x 1 x 1 = 4",
+            "6 ranks are no multiple of expert x expert-tensor x pipeline parallel size = 4 x 1 x",
         ),
     ],
 )
