@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("train", "audit", "plot")
+COMMANDS = ("train", "audit", "plot", "plan")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,5 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .plot import main as plot
 
         return plot(words[1:])
+    if command == "plan":
+        from .plan import main as plan
+
+        return plan(words[1:])
     print(f"usage: megatron-rl-loss {{{','.join(COMMANDS)}}} ...", file=sys.stderr)
     return 0 if command in ("-h", "--help") else 2

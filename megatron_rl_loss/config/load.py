@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 from ..errors import ConfigError
 from .keys import field_types, leaf_paths, leaves, raise_problems
 from .schema import Config
-from .validate import check_config
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 # The second belongs to the first: a layer that sets the first starts with an empty second.
@@ -66,6 +65,8 @@ def load_config(
     raise_problems(problems)
     plain = _plain(config)
     if checked:
+        from .validate import check_config  # needs torch, which takes longer than all the rest
+
         check_config(plain)
     return plain
 

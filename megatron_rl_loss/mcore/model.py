@@ -16,17 +16,16 @@ from torch import Tensor
 from ..errors import ConfigError, LayoutError
 from . import compat
 from .layer_spec import decoder_spec
-from .model_moe import check_expert_split, moe_settings
+from .model_layout import (
+    UNEVEN_PIPELINE_SETTINGS,
+    check_expert_split,
+    check_pipeline_split,
+    check_tensor_split,
+    padded_vocab_size,
+)
+from .model_moe import moe_settings
 from .model_spec import ModelSpec
 from .value_model import put_value_head
-
-_UNEVEN_PIPELINE_SETTINGS = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 
 
 def transformer_config(
@@ -72,7 +71,7 @@ def transformer_config(
         raise ConfigError("bf16 and fp16 are both on; choose one.")
     _check_overrides(overrides)
     chunks = pipeline_model_parallel_size * (virtual_pipeline_model_parallel_size or 1)
-    _check_tensor_split(spec, tensor_model_parallel_size, sequence_parallel)
+    check_tensor_split(spec, tensor_model_parallel_size, sequence_parallel)
     expert_tp_size = expert_tensor_parallel_size or tensor_model_parallel_size
     check_expert_split(
         spec,
@@ -81,8 +80,8 @@ def transformer_config(
         etp_size=expert_tp_size,
         sequence_parallel=sequence_parallel,
     )
-    if not any(overrides.get(name) for name in _UNEVEN_PIPELINE_SETTINGS):
-        _check_pipeline_split(spec, chunks)
+    if not any(overrides.get(name) for name in UNEVEN_PIPELINE_SETTINGS):
+        check_pipeline_split(spec, chunks)
     dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     settings = {
         **_architecture_settings(spec),
@@ -166,51 +165,6 @@ def _check_overrides(overrides: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(f"Megatron's TransformerConfig has no field {name!r}{hint}")
-
-
-def _check_tensor_split(spec: ModelSpec, tp_size: int, sequence_parallel: bool) -> None:
-    sizes = {
-        "num_attention_heads": spec.num_attention_heads,
-        "num_query_groups": spec.num_query_groups,
-    }
-    if spec.moe is None:
-        sizes["ffn_hidden_size"] = spec.ffn_hidden_size
-    for name, size in sizes.items():
-        if size % tp_size:
-            raise LayoutError(
-                f"tensor_model_parallel_size {tp_size} does not divide {name} {size}; choose a "
-                f"divisor of {math.gcd(*sizes.values())}."
-            )
-    if sequence_parallel and tp_size == 1:
-        raise LayoutError(
-            "sequence_parallel needs tensor_model_parallel_size > 1, got 1; switch one of them."
-        )
-
-
-def _check_pipeline_split(spec: ModelSpec, chunks: int) -> None:
-    if spec.num_layers % chunks:
-        raise LayoutError(
-            f"{spec.num_layers} layers do not split evenly over {chunks} pipeline chunks "
-            "(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size); choose a "
-            f"divisor, or set one of {', '.join(_UNEVEN_PIPELINE_SETTINGS)}."
-        )
-
-
-def padded_vocab_size(vocab_size: int, tp_size: int, multiple: int = 128) -> int:
-    """Returns the vocabulary with unused rows added, so that every shard is a good matrix size.
-
-    Formula: the smallest multiple of `multiple` * `tp_size` that holds `vocab_size`.
-
-    Args:
-        vocab_size: rows of the checkpoint's embedding.
-        tp_size: tensor-parallel size; the largest in use, for one size in several layouts.
-        multiple: rows per shard are a multiple of this.
-
-    >>> padded_vocab_size(151_936, 1), padded_vocab_size(151_936, 2)
-    (151936, 152064)
-    """
-    unit = multiple * tp_size
-    return -(-vocab_size // unit) * unit
 
 
 def build_gpt_model(

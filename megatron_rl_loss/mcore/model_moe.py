@@ -1,4 +1,4 @@
-"""Megatron's settings of a mixture of experts, and which layouts can hold it."""
+"""Megatron's settings of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ..errors import LayoutError
 from . import compat
 from .model_spec import ModelSpec
 
@@ -46,35 +45,3 @@ def moe_settings(spec: ModelSpec, etp_size: int, aux_loss_coef: float) -> dict[s
 def _dispatcher(etp_size: int) -> str:
     # gloo cannot gather the unequal parts that alltoall gathers over expert-tensor ranks
     return "allgather" if etp_size > 1 and not torch.cuda.is_available() else "alltoall"
-
-
-def check_expert_split(
-    spec: ModelSpec, *, tp_size: int, ep_size: int, etp_size: int, sequence_parallel: bool
-) -> None:
-    """Raises `LayoutError` unless the parallel sizes can hold the model's experts.
-
-    Args:
-        spec: the architecture.
-        tp_size, ep_size, etp_size: tensor, expert and expert-tensor parallel ranks.
-        sequence_parallel: whether activations are split along the sequence.
-    """
-    moe = spec.moe
-    if moe is None:
-        if ep_size > 1:
-            raise LayoutError(
-                f"expert_model_parallel_size is {ep_size}, but {spec.architecture} has no "
-                "experts; set it to 1."
-            )
-        return
-    for name, size, divisor in (
-        ("expert_model_parallel_size", ep_size, moe.num_experts),
-        ("expert_tensor_parallel_size", etp_size, moe.ffn_hidden_size),
-    ):
-        if divisor % size:
-            what = "experts" if divisor == moe.num_experts else "rows of an expert"
-            raise LayoutError(f"{name} {size} does not divide {divisor} {what}; choose a divisor.")
-    if tp_size > 1 and not sequence_parallel:
-        raise LayoutError(
-            f"tensor_model_parallel_size {tp_size} with experts needs sequence_parallel=True: "
-            "Megatron refuses to train without."
-        )

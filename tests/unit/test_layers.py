@@ -23,7 +23,7 @@ LAYERS = [
     ("watch_source",),
     ("recipe",),
     ("build", "pretrain"),
-    ("train", "audit", "plot"),
+    ("train", "audit", "plot", "plan"),
     ("cli", "__main__"),
 ]
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
