@@ -31,16 +31,18 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
     Args:
         folder: the checkpoint's folder.
+        single_file: name of the file where there is no index.
 
     Raises:
         WeightsError: no such files, a file the index names is missing, broken or lacks a tensor.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, single_file: str = SINGLE_FILE) -> None:
         self.folder = Path(folder)
+        self._single_file = single_file
         self._handles: dict[str, Any] = {}
         index = self._read_index()
-        files = sorted(set(index.values())) if index else [SINGLE_FILE]
+        files = sorted(set(index.values())) if index else [single_file]
         for file in files:
             handle = self._open(file)
             self._handles.update(dict.fromkeys(handle.keys(), handle))
@@ -74,10 +76,10 @@ class SafetensorsFolder(Mapping[str, Tensor]):
         path = self.folder / INDEX_FILE
         if path.exists():
             return json.loads(path.read_text())["weight_map"]
-        if (self.folder / SINGLE_FILE).exists():
+        if (self.folder / self._single_file).exists():
             return {}
         raise WeightsError(
-            f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; pass the folder of a "
+            f"{self.folder} has neither {self._single_file} nor {INDEX_FILE}; pass the folder of a "
             "Hugging Face checkpoint in safetensors format."
         )
 
@@ -128,6 +130,12 @@ class CheckpointWriter:
             files.append(list(shard))
             num_bytes += sum(tensor.nbytes for tensor in shard.values())
         self._name_files(files, num_bytes)
+
+    def write_file(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Writes one safetensors file into the checkpoint."""
+        from safetensors.torch import save_file
+
+        save_file(dict(tensors), self.unfinished / name, metadata={"format": "pt"})
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes one JSON file into the checkpoint."""

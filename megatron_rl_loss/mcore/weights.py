@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from .weights_check import (
     tensor_parallel_of,
     unwrapped,
 )
+from .weights_gather import Owner, all_shards, device, find_owners, share
 from .weights_map import OUTPUT_LAYER, Replicated, WeightRule, weight_rules
 from .weights_moe import PerExpert
 
@@ -101,7 +101,7 @@ def export_hf_weights(
     if problems:
         raise WeightsError("the model is not of this spec:\n  " + "\n  ".join(problems))
     own = {name: parameter.detach() for name, parameter in named_parameters(models)}
-    owners = _owners({name: dtype or parameter.dtype for name, parameter in own.items()})
+    owners = find_owners({name: dtype or parameter.dtype for name, parameter in own.items()})
     for name, rule in rules.items():
         if name == OUTPUT_LAYER and spec.tied_embeddings:
             continue
@@ -137,10 +137,10 @@ def save_hf_checkpoint(
     then all ranks wait for rank 0.
     """
     writer: CheckpointWriter | None = None
-    with _shared_failure(f"cannot start writing {folder}"):
+    with shared_failure(f"cannot start writing {folder}"):
         if dist.get_rank() == 0:
             writer = CheckpointWriter(folder, overwrite=overwrite)
-    with _shared_failure(f"writing {folder} failed"):
+    with shared_failure(f"writing {folder} failed"):
         first_copy = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         # the experts of one copy may be on ranks of all data-parallel copies
         if first_copy or spec.moe is not None:
@@ -170,7 +170,7 @@ def _write(
 
 
 @contextlib.contextmanager
-def _shared_failure(what: str) -> Iterator[None]:
+def shared_failure(what: str) -> Iterator[None]:
     """Raises on every rank if rank 0's block failed."""
     failure: Exception | None = None
     try:
@@ -194,72 +194,22 @@ def _check_up_to_date(chunks: Sequence[torch.nn.Module]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """Where a parameter is: the first pipeline rank and, in it, expert-parallel rank."""
-
-    stage: int
-    expert_rank: int
-    dtype: torch.dtype
-
-
-def _owners(dtypes: dict[str, torch.dtype]) -> dict[str, _Owner]:
-    """Returns where each parameter is, and the dtype it is sent in."""
-    experts = _from_all(dtypes, parallel_state.get_expert_model_parallel_group())
-    stages = _from_all(_first(experts), parallel_state.get_pipeline_model_parallel_group())
-    return {
-        name: _Owner(stage, expert_rank, dtype)
-        for name, (stage, (expert_rank, dtype)) in _first(stages).items()
-    }
-
-
-def _first(by_rank: list[dict[str, Any]]) -> dict[str, tuple[int, Any]]:
-    """Returns each name's first rank, and what it has there."""
-    found: dict[str, tuple[int, Any]] = {}
-    for rank, named in reversed(list(enumerate(by_rank))):
-        found.update({name: (rank, value) for name, value in named.items()})
-    return found
-
-
-def _from_all(item: Any, group: Any) -> list[Any]:
-    items: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(items, item, group=group)
-    return items
-
-
 def _whole_tensors(
-    rule: WeightRule, parameter: Tensor | None, owner: _Owner
+    rule: WeightRule, parameter: Tensor | None, owner: Owner
 ) -> Iterator[tuple[str, Tensor]]:
     """Returns a parameter's Hugging Face tensors on every rank of the model."""
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    in_stage = dist.get_rank(stages) == owner.stage
-    if parameter is not None and in_stage:
-        tensors = rule.layout.merge(_all_shards(rule, parameter.to(owner.dtype)))
+    if parameter is not None and owner.in_stage:
+        tensors = rule.layout.merge(_all_shards(rule, parameter.to(owner.info)))
     else:
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        shapes = rule.hf_shapes.values()
-        tensors = [torch.empty(shape, dtype=owner.dtype, device=device) for shape in shapes]
-    if rule.expert is not None and in_stage:
-        experts = parallel_state.get_expert_model_parallel_group()
-        _broadcast(tensors, owner.expert_rank, experts)
-    _broadcast(tensors, owner.stage, stages)
+        tensors = [
+            torch.empty(shape, dtype=owner.info, device=device())
+            for shape in rule.hf_shapes.values()
+        ]
+    share(tensors, owner, is_expert=rule.expert is not None)
     return zip(rule.hf_shapes, tensors, strict=True)
 
 
-def _broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
-    if dist.get_world_size(group) > 1:
-        for tensor in tensors:
-            dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
-
-
 def _all_shards(rule: WeightRule, shard: Tensor) -> list[Tensor]:
-    if rule.expert is None:
-        group = parallel_state.get_tensor_model_parallel_group()
-    else:
-        group = parallel_state.get_expert_tensor_parallel_group()
-    size = dist.get_world_size(group)
-    if size == 1 or isinstance(rule.layout, Replicated):
+    if isinstance(rule.layout, Replicated):
         return [shard]
-    shards = [torch.empty_like(shard) for _ in range(size)]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards
+    return all_shards(shard, is_expert=rule.expert is not None)
