@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, InputError, WeightsError
+from .expert_views import per_expert_views
 from .prompts import Prompt
 from .rollout import Rollout
 
@@ -81,7 +82,7 @@ class Sampler:
             WeightsError: names or shapes do not match; the model must then not be used.
         """
         self._weights_are_whole = False
-        own = self._model.state_dict()
+        own = per_expert_views(self._model.state_dict())
         written: dict[int, str] = {}
         problems = []
         for name, tensor in tensors:

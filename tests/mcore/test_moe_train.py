@@ -1,0 +1,72 @@
+"""A tiny Qwen3-MoE through the main job: expert-parallel ranks give the numbers of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl_loss.errors import WeightsError
+from tests.mcore import hf_models, jobs
+from tests.mcore.test_train import NUMBERS, model_folder, rollout_file  # noqa: F401
+
+pytest.importorskip("transformers")
+
+TRAINED = {
+    "all weights": [],
+    "adapters": ["lora.rank=4", "lora.targets=all-linear", "lora.expert_rank=2", "lora.alpha=8"],
+}
+
+
+@pytest.fixture(scope="module")
+def moe_folder(model_folder, tmp_path_factory) -> Path:  # noqa: F811
+    """The tokenizer of `model_folder` with a mixture of experts."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("moe") / "model"
+    shutil.copytree(model_folder, folder)
+    hf_models.hf_model("qwen3_moe").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+def test_ep_2_trains_like_one_rank(trained, moe_folder, rollout_file, tmp_path):  # noqa: F811
+    rows = []
+    for ranks in (1, 2):
+        folder = tmp_path / f"{ranks}"
+        arguments = [
+            "configs/files_example.yaml", f"run.dir={folder}", f"model.path={moe_folder}",
+            f"rollouts.path={rollout_file}", "rollouts.per_step=8", "batch.micro_batch_size=2",
+            "batch.mini_batches_per_step=2", "loss.kl_coef=0.1", "optimizer.lr=1e-3",
+            "optimizer.eps=1e-3", "logging.plot=false",
+            f"parallel.expert_model_parallel_size={ranks}", *TRAINED[trained],
+        ]  # fmt: skip
+        jobs.run(arguments, tmp_path / f"{ranks}.log", ranks)
+        rows.append(jobs.metrics(folder))
+    alone, together = rows
+    assert [row["step"] for row in together] == [1, 2]
+    for a, b in zip(alone, together, strict=True):
+        for name in [*NUMBERS, "ratio_max", "grad_norm"]:
+            assert b[name] == pytest.approx(a[name], rel=5e-5, abs=1e-6), name
+    assert together[1]["kl"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_the_sampler_takes_over_experts_by_their_checkpoint_names(name):
+    from transformers import AutoModelForCausalLM
+
+    from megatron_rl_loss.rollouts.sampler import Sampler
+    from tests.mcore.test_moe_weights import per_expert
+
+    model = AutoModelForCausalLM.from_config(hf_models.hf_config(name))
+    sampler = Sampler.__new__(Sampler)
+    sampler._model = model
+    sampler.update_weights(per_expert(name).items())
+    for key, tensor in hf_models.hf_model(name).state_dict().items():
+        assert torch.equal(model.state_dict()[key], tensor), key
+    weights = per_expert(name)
+    removed = next(key for key in weights if ".experts.3." in key)
+    del weights[removed]
+    with pytest.raises(WeightsError, match="experts.3"):
+        sampler.update_weights(weights.items())
