@@ -95,6 +95,12 @@ def read_config(args: Any) -> Config:
             "advantage.estimator=gae needs a critic, which pretrain() cannot train beside the "
             "policy; use the main job, or another estimator."
         )
+    for name in ("kl_target", "entropy_target"):
+        if getattr(config.loss, name) is not None:
+            raise ConfigError(
+                f"loss.{name}: pretrain() has no place after a step where a coefficient could "
+                "change; use the main job, or a fixed coefficient."
+            )
     check_arguments(args)
     return config
 

@@ -136,6 +136,9 @@ def test_settings_come_from_yaml_and_pairs_and_a_critic_is_refused(path):
     args.mrl_config = ["advantage.estimator=gae"]
     with pytest.raises(ConfigError, match="gae needs a critic"):
         read_config(args)
+    args.mrl_config = ["loss.entropy_target=2.0"]
+    with pytest.raises(ConfigError, match="loss.entropy_target: pretrain"):
+        read_config(args)
 
 
 def test_metrics_are_written_for_plot(tmp_path):
