@@ -15,7 +15,7 @@ DEMO = [
 LOGGING = ["tensorboard", "wandb"]
 PARQUET = ["pyarrow"]
 PRETRAIN = ["six", "pydantic", "psutil", "regex", "tqdm", "typing_extensions"]  # megatron.training
-TEST = ["pytest", "pytest-timeout", "hypothesis", "ruff", *PRETRAIN]
+TEST = ["pytest", "pytest-timeout", "hypothesis", "ruff", "peft>=0.21", *PRETRAIN]
 
 setup(
     name="megatron-rl-loss",

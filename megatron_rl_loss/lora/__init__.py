@@ -7,6 +7,8 @@ from .config import LoRAConfig
 from .disabled import disabled
 from .handles import AdapterHandle, adapters
 from .merge import merged
+from .peft_export import save_peft
+from .peft_import import load_peft
 from .report import Report, report
 from .store import AdapterStore
 
@@ -22,7 +24,9 @@ __all__ = [
     "disabled",
     "load_adapter",
     "load_adapter_weights",
+    "load_peft",
     "merged",
     "report",
     "save_adapter",
+    "save_peft",
 ]
