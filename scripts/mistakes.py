@@ -143,4 +143,32 @@ CRITIC_AND_HEAD = [
     Mistake("DPO: half the advantage", "ops/preferences.py", "return (2.0 * beta * sign", "return (beta * sign", "tests/unit/test_preferences.py"),
 ]  # fmt: skip
 
-MISTAKES = CORE + LAYOUTS + ADAPTERS + CHECKPOINTS + CRITIC_AND_HEAD
+EXPERTS = "tests/mcore/test_moe_weights.py"
+EXPERT_BITS = EXPERTS + "::test_qwen3_moe_gives_hugging_faces_logits_and_its_bits_back"
+PEFT = "tests/mcore/test_peft.py"
+PEFT_LAYOUTS = PEFT + "::test_a_folder_loads_runs_merges_and_comes_back_in_any_layout"
+PEFT_READS = PEFT + "::test_the_real_peft_gives_the_same_logits_with_what_was_saved"
+PEFT_MADE = PEFT + "::test_an_adapter_made_by_peft_with_a_different_a_for_each_layer_loads"
+PLAN = "tests/unit/test_plan.py"
+
+EXPERTS_AND_PEFT = [
+    Mistake("experts: softmax over all where top-k was meant", "mcore/model_moe.py", '"moe_router_pre_softmax": not moe', '"moe_router_pre_softmax": moe', EXPERT_BITS),
+    Mistake("experts: up before gate in stacked ones", "mcore/weights_moe.py", "((names.gate, 0), (names.up, 1))", "((names.gate, 1), (names.up, 0))", EXPERTS + "::test_experts_that_transformers_stacked_load_too"),
+    Mistake("experts: each rank counts its own from 0", "mcore/weights_map.py", "first_expert + int(sequential[1])", "int(sequential[1])", EXPERT_BITS),
+    Mistake("experts: always from expert rank 0", "mcore/weights_gather.py", "_broadcast(tensors, owner.expert_rank, experts)", "_broadcast(tensors, 0, experts)", EXPERT_BITS),
+    Mistake("experts: cut over the dense ranks", "mcore/weights_check.py", "    if rule.expert is None:\n        rank", "    if True:\n        rank", EXPERT_BITS),
+    Mistake("experts: the sampler leaves them as they are", "rollouts/expert_views.py", "for part, view in zip(parts, weight.chunk(len(parts)), strict=True)", "for part, view in zip(parts, weight.clone().chunk(len(parts)), strict=True)", "tests/mcore/test_moe_train.py::test_the_sampler_takes_over_experts_by_their_checkpoint_names"),
+    Mistake("PEFT: a shard of A for the whole", "lora/peft_tensors.py", "if sharding.a_dim is not None:", "if False:", PEFT_LAYOUTS),
+    Mistake("PEFT: experts slowest along B", "lora/peft_export.py", "torch.stack(list(b), -1).flatten(1)", "torch.cat(list(b), 1)", PEFT_READS),
+    Mistake("PEFT: up before gate in stacked ones", "lora/peft_export.py", "torch.cat([g.b, u.b])", "torch.cat([u.b, g.b])", PEFT_READS),
+    Mistake("PEFT: alpha for another rank", "lora/peft_export.py", '"lora_alpha": scale * r,', '"lora_alpha": scale * max(ranks.values()),', PEFT_READS),
+    Mistake("PEFT: blocks of B on top of each other", "lora/peft_import.py", "start = 0 if shared else rows.stop", "start = 0", PEFT_MADE),
+    Mistake("PEFT: the folder's scale ignored", "lora/peft_import.py", "part.b.float() * (part.scale / handle.scale)", "part.b.float()", PEFT_MADE),
+    Mistake("PEFT: transposed tensors let through", "lora/peft_import.py", "if actual != wanted[letter]:", "if False:", PEFT + "::test_missing_extra_and_transposed_tensors_are_named_and_nothing_is_loaded"),
+    Mistake("PEFT: missing tensors let through", "lora/peft_import.py", "return [name for name in wanted if name not in there]", "return []", PEFT + "::test_missing_extra_and_transposed_tensors_are_named_and_nothing_is_loaded"),
+    Mistake("plan: experts on every rank", "mcore/memory.py", "num = linear.num // (layout.ep if linear.is_expert else 1)", "num = linear.num", PLAN),
+    Mistake("plan: optimizer state on every rank", "mcore/memory.py", "    if training.distributed_optimizer:", "    if False:", PLAN),
+    Mistake("plan: gradients of frozen weights", "mcore/memory.py", "trained = found.base if adapters is None else found.adapters", "trained = found.base", PLAN),
+]  # fmt: skip
+
+MISTAKES = CORE + LAYOUTS + ADAPTERS + CHECKPOINTS + CRITIC_AND_HEAD + EXPERTS_AND_PEFT
