@@ -135,6 +135,46 @@ def test_resuming_on_another_layout_gives_the_same_numbers(name, tmp_path):
         torch.testing.assert_close(weights2[key], weights[key], rtol=1e-4, atol=2e-6)
 
 
+def train_while_it_is_written(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns the weights at the moment of saving; the write begins after a further step."""
+    import threading
+
+    from megatron_rl_loss.mcore import checkpoint_write
+
+    session = Session(ONE, folder)
+    session.train()
+    session.checkpoints.resume()
+    original, trained_on = checkpoint_write.torch_checkpoint.save, threading.Event()
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        trained_on.wait(60)
+        return original(*args, **kwargs)
+
+    checkpoint_write.torch_checkpoint.save = late
+    try:
+        session.checkpoints.save(1)
+        weights = {name: weight.clone() for name, weight in session.weights().items()}
+        session.train()
+        trained_on.set()
+        session.checkpoints.finish()
+    finally:
+        checkpoint_write.torch_checkpoint.save = original
+    assert any(not torch.equal(w, weights[n]) for n, w in session.weights().items())
+    return weights
+
+
+def restored_weights(folder: Path) -> dict[str, torch.Tensor]:
+    session = Session(replace(ONE, seed=5), folder)
+    assert session.checkpoints.resume() == 1
+    return session.weights()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path):
+    [saved] = run_ranks(train_while_it_is_written, 1, tmp_path)
+    [found] = run_ranks(restored_weights, 1, tmp_path)
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+
+
 def save_three(folder: Path) -> list[int]:
     session = Session(ONE, folder, keep_last=3)
     session.checkpoints.resume()
@@ -181,7 +221,7 @@ def truncate(folder: Path) -> None:
 
 
 def lose_a_file(folder: Path) -> None:
-    (folder / "common.pt").unlink()
+    (folder / ".metadata").unlink()
 
 
 def break_the_manifest(folder: Path) -> None:
