@@ -157,6 +157,7 @@ EXPERTS_AND_PEFT = [
     Mistake("experts: each rank counts its own from 0", "mcore/weights_map.py", "first_expert + int(sequential[1])", "int(sequential[1])", EXPERT_BITS),
     Mistake("experts: always from expert rank 0", "mcore/weights_gather.py", "_broadcast(tensors, owner.expert_rank, experts)", "_broadcast(tensors, 0, experts)", EXPERT_BITS),
     Mistake("experts: cut over the dense ranks", "mcore/weights_check.py", "    if rule.expert is None:\n        rank", "    if True:\n        rank", EXPERT_BITS),
+    Mistake("experts: reduced over the dense ranks", "mcore/compat.py", "parameter.allreduce = ep_size == 1 and etp_size == tp_size", "parameter.allreduce = ep_size == 1", EXPERTS + "::test_gradients_of_every_weight_equal_one_ranks"),
     Mistake("experts: the sampler leaves them as they are", "rollouts/expert_views.py", "for part, view in zip(parts, weight.chunk(len(parts)), strict=True)", "for part, view in zip(parts, weight.clone().chunk(len(parts)), strict=True)", "tests/mcore/test_moe_train.py::test_the_sampler_takes_over_experts_by_their_checkpoint_names"),
     Mistake("PEFT: a shard of A for the whole", "lora/peft_tensors.py", "if sharding.a_dim is not None:", "if False:", PEFT_LAYOUTS),
     Mistake("PEFT: experts slowest along B", "lora/peft_export.py", "torch.stack(list(b), -1).flatten(1)", "torch.cat(list(b), 1)", PEFT_READS),

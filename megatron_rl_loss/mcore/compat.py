@@ -110,6 +110,22 @@ def bind_missing_te_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
+def mark_expert_parameters(model: Any) -> None:
+    """Says of each expert's weight whether its gradient is reduced over the experts' ranks.
+
+    Up to 0.18 Megatron asks for expert parallelism only. Expert-tensor ranks that differ from the
+    tensor ranks change the groups too: without the mark, gradients of some tokens are lost.
+    """
+    from megatron.core import parallel_state
+
+    ep_size = parallel_state.get_expert_model_parallel_world_size()
+    etp_size = parallel_state.get_expert_tensor_parallel_world_size()
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = ep_size == 1 and etp_size == tp_size
+
+
 def call_model(model: Callable, *args: Any, **kwargs: Any) -> Any:
     """Calls a Megatron model for logits in the model's own dtype.
 

@@ -233,6 +233,7 @@ def _build_chunk(
     )
     # Megatron's own llama3 scaling fixes three of its four constants
     chunk.rotary_pos_emb.inv_freq = rotary_inv_freq(spec).to(chunk.rotary_pos_emb.inv_freq.device)
+    compat.mark_expert_parameters(chunk)
     for parameter in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunk.to(torch.cuda.current_device()) if torch.cuda.is_available() else chunk

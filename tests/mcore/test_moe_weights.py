@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rl_loss.errors import LayoutError, WeightsError
 from tests.mcore import hf_models
 from tests.mcore.hf_models import Layout
+from tests.mcore.test_model import sum_of_squares_gradient
 from tests.spawn import run_ranks
 
 pytest.importorskip("transformers")
@@ -18,7 +19,7 @@ pytest.importorskip("transformers")
 BOUND = 1e-5
 LAYOUTS = {
     "one rank": Layout(),
-    "TP 2, SP": Layout(tp=2, sequence_parallel=True),
+    "TP 2, SP, expert-TP 1": Layout(tp=2, sequence_parallel=True, etp=1),
     "TP 2, SP, expert-TP 2": Layout(tp=2, sequence_parallel=True, etp=2),
     "EP 2": Layout(ep=2),
     "expert-TP 2 alone": Layout(etp=2),
@@ -70,6 +71,19 @@ def test_experts_that_transformers_stacked_load_too(name):
     fused = dict(hf_models.hf_model(name).state_dict())
     assert any(key.endswith("mlp.experts.gate_up_proj") for key in fused)
     check(name, LAYOUTS["EP 2"], fused)
+
+
+@pytest.mark.parametrize(
+    "layout", ["EP 2", "TP 2, SP, expert-TP 1", "TP 2, SP, expert-TP 2", "expert-TP 2 alone"]
+)
+def test_gradients_of_every_weight_equal_one_ranks(layout):
+    config, weights = hf_models.hf_config("qwen3_moe").to_dict(), per_expert("qwen3_moe")
+    one = run_ranks(sum_of_squares_gradient, 1, Layout(), config, weights)[0]
+    two = run_ranks(sum_of_squares_gradient, 2, LAYOUTS[layout], config, weights)[0]
+    assert set(one) == set(two) == set(weights)
+    for name, gradient in one.items():
+        assert gradient.norm() > 0, name
+        assert hf_models.relative_error(two[name], gradient) <= BOUND, name
 
 
 def round_trip(layout: Layout, config: Any, weights: Any, folder: str) -> None:
