@@ -25,7 +25,7 @@ from .mcore.model_spec import ModelSpec, model_spec_from_hf
 from .mcore.optimizer import build_optimizer, build_scheduler, wrap_with_ddp
 from .mcore.ranks import start_ranks
 from .mcore.value_model import value_spec, value_weights
-from .mcore.weights import export_hf_weights, load_hf_weights
+from .mcore.weights import export_hf_weights, load_hf_weights, save_hf_checkpoint
 from .ppo import PPO, AdaptiveCoefs, make_coefs, make_ppo
 from .recipe import build_estimator, lora_settings
 from .rollout_source import FileRollouts, RolloutSource, SampledRollouts, StreamedRollouts
@@ -235,7 +235,7 @@ def build_source(
     if config.rollouts.source in ("files", "stream"):
         return build_file_source(config, spec)
     if config.rollouts.source == "watch":
-        return build_watch_source(config, spec, export_weights, (hf_model.config, tokenizer))
+        return build_watch_source(config, spec, trainer, hf_model.config)
     sampler_model = hf_model.to(DTYPES[config.sampler.dtype])
     prompts, reward_fn = build_task(config)
     sampler = Sampler(
@@ -274,14 +274,9 @@ def build_file_source(config: Config, spec: ModelSpec) -> FileRollouts | Streame
 
 
 def build_watch_source(
-    config: Config, spec: ModelSpec, export_weights: Any, saved: Sequence[Any]
+    config: Config, spec: ModelSpec, trainer: Trainer, hf_config: Any
 ) -> WatchedRollouts:
-    """Returns the source that takes files from an engine.
-
-    Args:
-        export_weights: streams the live weights.
-        saved: what goes beside exported weights: configuration and tokenizer of Hugging Face.
-    """
+    """Returns the source that takes files from an engine, and exports weights for it."""
     settings, inbox, export = config.rollouts, None, None
     if dist.get_rank() == 0:
         inbox = Inbox(
@@ -297,8 +292,13 @@ def build_watch_source(
         export = WeightExport(
             settings.export_dir,
             interval=settings.export_interval,
-            export_weights=export_weights,
-            write_config=lambda folder: [part.save_pretrained(folder) for part in saved],
+            save=partial(
+                save_hf_checkpoint,
+                chunks=exported_chunks(config, trainer.chunks),
+                spec=spec,
+                hf_config=hf_config,
+                overwrite=True,
+            ),
         )
     return WatchedRollouts(inbox, per_step=rollouts_per_step(config), export=export)
 

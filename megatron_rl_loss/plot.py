@@ -181,9 +181,7 @@ def _draw(axis: Any, run: Run, name: str, smooth: int, color: str) -> None:
 
 def _legend(figure: Any, axes: Sequence[Any]) -> None:
     """Puts one legend of all runs above the panels."""
-    lines = {
-        label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())
-    }
+    lines = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())}
     columns = min(len(lines), 3)
     rows = math.ceil(len(lines) / columns)
     height = figure.get_figheight()

@@ -11,8 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .parallel.agreement import raise_together
-from .rollout_source import ExportWeights
-from .rollouts.inbox import Inbox, publish
+from .rollouts.inbox import Inbox
 from .rollouts.rollout import Rollout
 
 LATEST_FILE = "latest"
@@ -22,7 +21,7 @@ _SLICE_SECONDS = 30.0
 
 
 class WeightExport:
-    """Writes the weights for the engine: `FOLDER/v<steps done>/model.safetensors`, and `latest`.
+    """Writes the weights for the engine: the folder `v<steps done>`, and the file `latest`.
 
     `latest` is a text file with the newest folder's name; it is replaced when the folder is
     complete. The two newest folders are kept.
@@ -30,46 +29,28 @@ class WeightExport:
     Args:
         folder: shared with the engine.
         interval: steps between two exports; the first is before the first step.
-        export_weights: streams the live weights, on every rank.
-        write_config: writes the model's configuration and tokenizer into a folder.
+        save: writes a checkpoint in one piece, on every rank, over one that is there.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        interval: int,
-        export_weights: ExportWeights,
-        write_config: Callable[[Path], Any],
-    ) -> None:
+    def __init__(self, folder: str | Path, *, interval: int, save: Callable[[Path], None]) -> None:
         self._folder = Path(folder)
         self._interval = interval
-        self._export_weights = export_weights
-        self._write_config = write_config
+        self._save = save
 
     def before_step(self, step: int) -> None:
         """Exports if it is time, with `step` steps done.
 
-        Communicates: the export's gathers; every rank must call it.
+        Communicates: what `save` does; every rank must call it.
         """
         if step % self._interval:
             return
-        is_writer = dist.get_rank() == 0
-        tensors = {}
-        for name, tensor in self._export_weights():
-            if is_writer:
-                tensors[name] = tensor.detach().cpu().contiguous()
-        raise_together(lambda: self._write(step, tensors) if is_writer else None, dist.group.WORLD)
-
-    def _write(self, step: int, tensors: dict[str, Any]) -> None:
-        from safetensors.torch import save_file
-
-        def write(folder: Path) -> None:
-            self._write_config(folder)
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
         name = f"v{step}"
-        publish(self._folder / name, write)
+        self._save(self._folder / name)
+        raise_together(lambda: self._announce(name), dist.group.WORLD)
+
+    def _announce(self, name: str) -> None:
+        if dist.get_rank() != 0:
+            return
         unfinished = self._folder / f".{LATEST_FILE}.tmp"
         unfinished.write_text(name + "\n")
         os.replace(unfinished, self._folder / LATEST_FILE)

@@ -95,9 +95,7 @@ def _read(name: str, column: Any) -> Any:
     if values.null_count:
         return None
     lengths = column.value_lengths().to_numpy(zero_copy_only=False)
-    return Lists(
-        values.to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(lengths)])
-    )
+    return Lists(values.to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(lengths)]))
 
 
 def _element_fits(name: str, kind: Any) -> bool:

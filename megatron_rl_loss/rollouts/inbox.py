@@ -20,7 +20,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,7 @@ class Inbox:
         self._open: dict[str, RolloutFiles] = {}
         self._deadline: float | None = None  # of the running wait
 
-    def rollouts(
-        self, step: int, num: int, *, patience: float = math.inf
-    ) -> list[Rollout] | None:
+    def rollouts(self, step: int, num: int, *, patience: float = math.inf) -> list[Rollout] | None:
         """Returns the rollouts of a step, counted from 0; waits for them if it is a new one.
 
         Args:
@@ -257,16 +255,3 @@ class Inbox:
             os.fsync(file.fileno())
         self._given[step] = rows
         self._count(rows)
-
-
-def publish(folder: Path, write: Callable[[Path], None]) -> None:
-    """Makes `folder` in one piece: `write` fills a hidden one, which then gets its name."""
-    import shutil
-
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    write(unfinished)
-    if folder.exists():  # of a life of the run that is being repeated
-        shutil.rmtree(folder)
-    os.replace(unfinished, folder)

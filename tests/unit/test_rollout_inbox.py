@@ -9,9 +9,8 @@ import time
 import pytest
 
 from megatron_rl_loss.errors import RolloutError
-from megatron_rl_loss.rollouts import inbox as module
 from megatron_rl_loss.rollouts.files import write_rollouts
-from megatron_rl_loss.rollouts.inbox import Inbox, publish, version_of, wait_for_room
+from megatron_rl_loss.rollouts.inbox import Inbox, version_of, wait_for_room
 from megatron_rl_loss.rollouts.rollout import Rollout
 
 
@@ -131,17 +130,3 @@ def test_a_journal_that_forgot_steps_is_refused(folder):
     (folder.parent / "journal.jsonl").unlink()
     with pytest.raises(RolloutError, match="has 0 steps, but 1 were done"):
         open_inbox(folder).load_state_dict(state)
-
-
-def test_a_published_folder_is_complete_or_not_there(tmp_path):
-    def fail(path):
-        (path / "half").touch()
-        raise OSError("disk full")
-
-    with pytest.raises(OSError):
-        publish(tmp_path / "v1", fail)
-    assert not (tmp_path / "v1").exists()
-    publish(tmp_path / "v1", lambda path: (path / "file").touch())
-    publish(tmp_path / "v1", lambda path: (path / "other").touch())
-    assert [p.name for p in (tmp_path / "v1").iterdir()] == ["other"]
-    assert module.USED_FOLDER == "used"
