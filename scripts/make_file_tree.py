@@ -24,7 +24,7 @@ FOLDERS = {
     "config": "settings of the main job",
 }
 OTHERS = """configs/           base.yaml (every setting), demo.yaml, loss/ (a recipe per file)
-scripts/           demo.sh, test.sh, slurm/, toy_loop.py, benchmarks, plant_mistakes.py, generators of docs
+scripts/           demo.sh, test.sh, pretrain_rl.py, slurm/, toy_loop.py, benchmarks, generators
 tests/             reference/ (slow float64), unit/, dist/ (gloo ranks), mcore/ (real Megatron)
 docs/              losses.md and more
 """
