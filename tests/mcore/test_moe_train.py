@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,23 @@ def test_ep_2_trains_like_one_rank(trained, moe_folder, rollout_file, tmp_path):
         for name in [*NUMBERS, "ratio_max", "grad_norm"]:
             assert b[name] == pytest.approx(a[name], rel=5e-5, abs=1e-6), name
     assert together[1]["kl"] > 0
+
+
+def test_ep_2_samples_from_the_merged_weights_that_it_trains(moe_folder, tmp_path):
+    prompts, folder = tmp_path / "prompts.jsonl", tmp_path / "run"
+    prompts.write_text("".join(json.dumps({"prompt": f"w{i} w{i + 1}"}) + "\n" for i in range(4)))
+    arguments = [
+        "configs/base.yaml", f"run.dir={folder}", f"model.path={moe_folder}", "run.steps=2",
+        f"task.path={prompts}", "reward.fn=tests.mcore.test_train:count_even_words",
+        "sampler.prompts_per_step=4", "sampler.samples_per_prompt=4", "sampler.max_new_tokens=4",
+        "sampler.prompts_per_batch=2", "optimizer.lr=1e-2", "optimizer.eps=1e-3",
+        "logging.plot=false", "parallel.expert_model_parallel_size=2", *TRAINED["adapters"],
+    ]  # fmt: skip
+    jobs.run(arguments, tmp_path / "log", 2)
+    first, second = jobs.metrics(folder)
+    assert first["grad_norm"] > 0
+    # the sampler has the experts of both ranks, with the adapters of the step before
+    assert all(row["rollout_log_prob_diff_max"] < 1e-5 for row in (first, second))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
