@@ -74,9 +74,9 @@ class UnscaledStep(ForwardStep):
         return False
 
     def _loss(
-        self, batch: TokenBatch, factor: int, groups: ParallelGroups, logits: Tensor
+        self, batch: TokenBatch, factor: float, *model_output: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        loss_sum, metrics = super()._loss(batch, 1, groups, logits)
+        loss_sum, metrics = super()._loss(batch, 1.0, *model_output)
         return _UnitGradient.apply(loss_sum), metrics
 
 

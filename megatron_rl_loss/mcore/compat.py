@@ -35,7 +35,8 @@ def megatron_version() -> tuple[int, ...]:
             "megatron-core is not installed: pip install 'megatron-core>=0.13'."
         ) from error
     numbers = check_version(__version__)
-    if __version__ not in TESTED_VERSIONS:
+    # From 0.18 on, Megatron adds "+<commit>" of whatever git repository it is installed in.
+    if __version__.partition("+")[0] not in TESTED_VERSIONS:
         warnings.warn(
             f"megatron-core {__version__} was not tested with this package (tested: "
             f"{', '.join(TESTED_VERSIONS)}). Check your set-up with `megatron-rl-loss audit`.",

@@ -112,7 +112,7 @@ def test_an_untested_megatron_warns_once_and_names_the_audit(monkeypatch):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             compat.megatron_version()
-            for version in compat.TESTED_VERSIONS:
+            for version in (*compat.TESTED_VERSIONS, "0.19.2+1a2b3c4"):
                 compat.megatron_version.cache_clear()
                 monkeypatch.setattr(megatron.core, "__version__", version)
                 compat.megatron_version()
