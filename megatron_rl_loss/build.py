@@ -1,4 +1,4 @@
-"""From a config to objects: the only place below the main job that reads the config."""
+"""From a config to the objects of the main job."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from .build_rollouts import build_source, build_task
 from .config.schema import Config
-from .config.validate import FROM_FILES, rollouts_per_step
+from .config.validate import FROM_FILES
 from .errors import InputError
-from .lora import apply_lora, disabled, merged
+from .lora import apply_lora, disabled
 from .mcore.checkpoint import Checkpointer
 from .mcore.checkpoint_state import Trained
 from .mcore.forward_step import ForwardStep, make_forward_step
@@ -25,21 +24,12 @@ from .mcore.model_spec import ModelSpec, model_spec_from_hf
 from .mcore.optimizer import build_optimizer, build_scheduler, wrap_with_ddp
 from .mcore.ranks import start_ranks
 from .mcore.value_model import value_spec, value_weights
-from .mcore.weights import export_hf_weights, load_hf_weights, save_hf_checkpoint
+from .mcore.weights import load_hf_weights
 from .ppo import PPO, AdaptiveCoefs, make_coefs, make_ppo
-from .recipe import build_estimator, lora_settings
-from .rollout_source import FileRollouts, RolloutSource, SampledRollouts, StreamedRollouts
-from .rollouts.files import RolloutFiles
+from .recipe import build_estimator, lora_settings, step_settings
+from .rollout_source import RolloutSource
 from .rollouts.hf_model import check_hf_model, load_hf_model
-from .rollouts.inbox import Inbox
-from .rollouts.prompts import PromptFile, PromptSource
-from .rollouts.rewards import ReasoningGymTask, RewardFn, load_reward_fn
-from .rollouts.sampler import Sampler
-from .rollouts.stream import RolloutStream
 from .trainer import Trainer
-from .watch_source import JOURNAL_FILE, WatchedRollouts, WeightExport
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ def build_job(config: Config) -> Job:
     spec = model_spec_from_hf(hf_model.config)
     weights = hf_model.state_dict()
     trainer = build_trainer(config, spec, weights)
-    source = build_source(config, spec, trainer, hf_model, tokenizer)
+    source = build_source(config, spec, trainer.chunks, hf_model, tokenizer)
     checkpoints = build_checkpointer(config, spec, trainer, source)
     return Job(trainer, source, spec, hf_model.config, checkpoints)
 
@@ -153,21 +143,10 @@ def build_coefs(config: Config, ppo: PPO | None) -> AdaptiveCoefs:
 
 
 def build_forward_step(config: Config, spec: ModelSpec) -> ForwardStep:
-    loss = config.loss
     return make_forward_step(
-        loss.name,
-        kl_coef=loss.kl_coef,
-        kl_estimator=loss.kl_estimator,
-        kl_is_weighted=loss.kl_is_weighted,
-        entropy_coef=loss.entropy_coef,
-        entropy_max=loss.entropy_max,
-        off_policy=loss.off_policy or None,
-        temperature=config.sampler.temperature,
-        on_policy=updates_per_step(config) == 1 and not loss.off_policy,
+        **step_settings(config),
+        on_policy=updates_per_step(config) == 1 and not config.loss.off_policy,
         vocab_size=spec.vocab_size,
-        lm_head=loss.lm_head,
-        memory_budget_bytes=loss.memory_budget_bytes,
-        **loss.settings,
     )
 
 
@@ -228,111 +207,6 @@ def _data_order(config: Config) -> dict[str, Any]:
     return order | {"sampler.prompts_per_step": config.sampler.prompts_per_step}
 
 
-def build_source(
-    config: Config, spec: ModelSpec, trainer: Trainer, hf_model: Any, tokenizer: Any
-) -> RolloutSource:
-    export_weights = partial(export_hf_weights, exported_chunks(config, trainer.chunks), spec)
-    if config.rollouts.source in ("files", "stream"):
-        return build_file_source(config, spec)
-    if config.rollouts.source == "watch":
-        return build_watch_source(config, spec, trainer, hf_model.config)
-    sampler_model = hf_model.to(DTYPES[config.sampler.dtype])
-    prompts, reward_fn = build_task(config)
-    sampler = Sampler(
-        sampler_model,
-        tokenizer,
-        max_new_tokens=config.sampler.max_new_tokens,
-        temperature=config.sampler.temperature,
-        samples_per_prompt=config.sampler.samples_per_prompt,
-        seed=config.run.seed,
-        prompts_per_batch=config.sampler.prompts_per_batch,
-    )
-    return SampledRollouts(
-        sampler,
-        prompts,
-        reward_fn,
-        prompts_per_step=config.sampler.prompts_per_step,
-        prompts_per_batch=config.sampler.prompts_per_batch,
-        export_weights=export_weights,
-    )
-
-
-def build_file_source(config: Config, spec: ModelSpec) -> FileRollouts | StreamedRollouts:
-    shuffle_seed = config.run.seed if config.rollouts.shuffle else None
-    per_step, whole_groups = rollouts_per_step(config), _compares_in_groups(config)
-    if config.rollouts.source == "stream":
-        stream = RolloutStream(
-            config.rollouts.path, shuffle_seed=shuffle_seed, **_row_checks(config, spec)
-        )
-        return StreamedRollouts(stream, per_step=per_step, whole_groups=whole_groups)
-    return FileRollouts(
-        RolloutFiles(config.rollouts.path, **_row_checks(config, spec)),
-        per_step=per_step,
-        shuffle_seed=shuffle_seed,
-        whole_groups=whole_groups,
-    )
-
-
-def build_watch_source(
-    config: Config, spec: ModelSpec, trainer: Trainer, hf_config: Any
-) -> WatchedRollouts:
-    """Returns the source that takes files from an engine, and exports weights for it."""
-    settings, inbox, export = config.rollouts, None, None
-    if dist.get_rank() == 0:
-        inbox = Inbox(
-            settings.path,
-            Path(config.run.dir) / JOURNAL_FILE,
-            max_staleness=settings.max_staleness,
-            timeout=settings.wait_timeout,
-            done_markers=settings.done_markers,
-            whole_groups=_compares_in_groups(config),
-            **_row_checks(config, spec),
-        )
-    if settings.export_dir is not None:
-        export = WeightExport(
-            settings.export_dir,
-            interval=settings.export_interval,
-            save=partial(
-                save_hf_checkpoint,
-                chunks=exported_chunks(config, trainer.chunks),
-                spec=spec,
-                hf_config=hf_config,
-                overwrite=True,
-            ),
-        )
-    return WatchedRollouts(inbox, per_step=rollouts_per_step(config), export=export)
-
-
-def _row_checks(config: Config, spec: ModelSpec) -> dict[str, Any]:
-    drop_non_finite = config.rollouts.drop_non_finite
-    return {"vocab_size": spec.vocab_size, "drop_non_finite": drop_non_finite}
-
-
-def _compares_in_groups(config: Config) -> bool:
-    return config.advantage.estimator not in ("gae", "none")
-
-
-def build_task(config: Config) -> tuple[PromptSource, RewardFn]:
-    """Returns where the prompts come from and what rewards a response."""
-    task, reward = config.task, config.reward
-    reward_fn = load_reward_fn(reward.fn) if reward.fn else None
-    wording = {"system_prompt": task.system_prompt, "suffix": task.suffix}
-    if task.path is not None:
-        assert reward_fn is not None, "check_config asks for reward.fn with task.path"
-        return PromptFile(task.path, seed=config.run.seed, **wording), reward_fn
-    gym = ReasoningGymTask(
-        task.name,
-        seed=config.run.seed,
-        size=task.size,
-        params=task.params,
-        correct_score=reward.correct_score,
-        format_pattern=reward.format_pattern,
-        format_reward=reward.format_reward,
-        **wording,
-    )
-    return gym, reward_fn or gym.reward
-
-
 def _model_chunks(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any]:
     megatron_config = transformer_config(
         spec,
@@ -373,13 +247,6 @@ def _reference(
     for chunk in copy:
         chunk.requires_grad_(False)
     return {"reference": copy}
-
-
-def exported_chunks(config: Config, chunks: Sequence[Any]) -> Sequence[Any]:
-    """Returns what `export_hf_weights` reads: with LoRA, views with the adapters merged in."""
-    if config.lora.rank is None:
-        return chunks
-    return merged(chunks)
 
 
 def _parallel_sizes(config: Config) -> dict[str, Any]:

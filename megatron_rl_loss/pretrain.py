@@ -13,26 +13,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from .config.load import load_config
 from .config.schema import Config
+from .config.validate import objective_settings
 from .errors import ConfigError, InputError
 from .lora import apply_lora
+from .losses.objective import Objective
 from .mcore.forward_step import ForwardStep, make_forward_step
 from .mcore.micro_batches import with_loss_weights
 from .mcore.model_spec import ModelSpec, model_spec_from_hf
 from .mcore.pretrain import norm_epsilon
 from .mcore.weights import load_hf_weights
 from .parallel.packing import pad_sequences
-from .recipe import build_estimator, lora_settings
+from .recipe import build_estimator, lora_settings, step_settings
 from .report import METRICS_FILE
 from .rollouts.files import RolloutFiles
-from .rollouts.rollout import Rollout
-from .rollouts.sequences import group_numbers, training_sequence
-from .trainer import AdvantageEstimator
+from .rollouts.sequences import (
+    AdvantageEstimator,
+    group_numbers,
+    rollout_advantages,
+    training_sequence,
+)
 
 OLD_LOG_PROBS = ("current", "rollout")
 # Global batches that a data loader may be in at once: the running one and one that is prefetched.
@@ -141,23 +145,11 @@ def make_pretrain_step(args: Any) -> ForwardStep:
     Raises:
         ConfigError: a setting is wrong.
     """
-    config = read_config(args)
-    loss = config.loss
     return make_forward_step(
-        loss.name,
-        kl_coef=loss.kl_coef,
-        kl_estimator=loss.kl_estimator,
-        kl_is_weighted=loss.kl_is_weighted,
-        entropy_coef=loss.entropy_coef,
-        entropy_max=loss.entropy_max,
-        off_policy=loss.off_policy or None,
-        temperature=config.sampler.temperature,
+        **step_settings(read_config(args)),
         on_policy=args.mrl_old_log_probs == "current",
         vocab_size=args.vocab_size,
-        lm_head=loss.lm_head,
-        memory_budget_bytes=loss.memory_budget_bytes,
         pairs_only=True,
-        **loss.settings,
     )
 
 
@@ -186,6 +178,7 @@ def make_datasets(args: Any, num_samples: Sequence[int]) -> tuple[RolloutDataset
         max_seq_len=config.loss.max_seq_len,
         count_empty_sequences=config.loss.count_empty_sequences,
         rollout_is_old=args.mrl_old_log_probs == "rollout",
+        reads_advantages="advantages" in Objective(**objective_settings(config.loss)).needs,
     )
     return dataset, None, None
 
@@ -253,6 +246,7 @@ class RolloutDataset(Dataset):
         shuffle_seed: of each pass; None: the files' order.
         reduction, max_seq_len, count_empty_sequences: token weights, see `token_weights`.
         rollout_is_old: `old_log_probs` are the files' `rollout_log_probs`.
+        reads_advantages: False: the loss reads none, and the files need not have any.
 
     Raises:
         InputError: fewer samples than a global batch.
@@ -271,6 +265,7 @@ class RolloutDataset(Dataset):
         max_seq_len: int | None = None,
         count_empty_sequences: bool = True,
         rollout_is_old: bool = False,
+        reads_advantages: bool = True,
     ) -> None:
         if len(files) < global_batch_size:
             raise InputError(
@@ -284,6 +279,7 @@ class RolloutDataset(Dataset):
         self._estimator = estimator
         self._shuffle_seed = shuffle_seed
         self._rollout_is_old = rollout_is_old
+        self._reads_advantages = reads_advantages
         self._weighting: dict[str, Any] = {
             "reduction": reduction,
             "max_seq_len": max_seq_len,
@@ -315,35 +311,15 @@ class RolloutDataset(Dataset):
             whole_groups=self._estimator is not None,
         )
         numbers = group_numbers(rollouts)
-        advantages = rollout_advantages(rollouts, numbers, self._estimator)
+        advantages: Sequence[Any] = [0.0] * len(rollouts)
+        if self._reads_advantages:
+            advantages = rollout_advantages(rollouts, numbers, self._estimator)
         rows = [training_sequence(*row) for row in zip(rollouts, advantages, numbers, strict=True)]
         batch = pad_sequences(rows, width=self._seq_length)
         if self._rollout_is_old:
             _check_rollout_log_probs(batch)
             batch["old_log_probs"] = batch["rollout_log_probs"]
         return with_loss_weights([batch], **self._weighting)[0]
-
-
-def rollout_advantages(
-    rollouts: Sequence[Rollout], numbers: Sequence[int], estimator: AdvantageEstimator | None
-) -> Sequence[Any]:
-    """Returns one advantage (or list of them, one per response token) per rollout.
-
-    Raises:
-        ConfigError: rollouts lack what it is made of.
-    """
-    source = "advantage" if estimator is None else "reward"
-    missing = sum(getattr(rollout, source) is None for rollout in rollouts)
-    if missing:
-        raise ConfigError(
-            f"{missing} of {len(rollouts)} rollouts have no {source!r}; advantage.estimator=none "
-            "reads 'advantage', the others read 'reward'."
-        )
-    if estimator is None:
-        return [rollout.advantage for rollout in rollouts]
-    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
-    num_tokens = torch.tensor([int(sum(rollout.loss_mask)) for rollout in rollouts])
-    return estimator(rewards, torch.tensor(numbers), num_tokens).tolist()
 
 
 def _check_rollout_log_probs(batch: Mapping[str, Tensor]) -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .config.schema import Config
+from .config.validate import objective_settings
 from .lora import LoRAConfig
 from .ops.advantages import group_advantages
 from .parallel.whitening import whiten
-from .trainer import AdvantageEstimator
+from .rollouts.sequences import AdvantageEstimator
 
 
 def lora_settings(config: Config) -> LoRAConfig | None:
@@ -32,6 +33,18 @@ def lora_settings(config: Config) -> LoRAConfig | None:
         seed=lora.seed,
         use_rslora=lora.use_rslora,
     )
+
+
+def step_settings(config: Config) -> dict[str, Any]:
+    """Returns the keyword arguments of `make_forward_step` that the config alone gives."""
+    objective = objective_settings(config.loss)
+    return {
+        **objective.pop("loss_settings"),
+        **objective,
+        "temperature": config.sampler.temperature,
+        "lm_head": config.loss.lm_head,
+        "memory_budget_bytes": config.loss.memory_budget_bytes,
+    }
 
 
 def build_estimator(config: Config) -> AdvantageEstimator | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .errors import ConfigError
@@ -18,11 +17,14 @@ from .mcore.token_log_probs import token_log_probs
 from .mcore.train_step import train_step
 from .ppo import PPO, AdaptiveCoefs, Cut
 from .rollouts.rollout import Rollout
-from .rollouts.sequences import group_numbers, rollout_metrics, training_sequence
+from .rollouts.sequences import (
+    AdvantageEstimator,
+    group_numbers,
+    rollout_advantages,
+    rollout_metrics,
+    training_sequence,
+)
 from .types import MicroBatch
-
-# (rewards [N], group ids [N], trained tokens [N]) -> advantages [N]
-AdvantageEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # of several mini-batches in a step, the last one's
 LAST_VALUE = ("learning_rate", "critic_learning_rate")
@@ -121,25 +123,10 @@ class Trainer:
         ]
 
     def _advantages(self, rollouts: Sequence[Rollout], numbers: Sequence[int]) -> Sequence[Any]:
-        if self.estimator is None:
-            if self.ppo or "advantages" not in self.forward_step.objective.needs:
-                return [0.0] * len(rollouts)
-            missing = sum(rollout.advantage is None for rollout in rollouts)
-            if missing:
-                raise ConfigError(
-                    f"advantage.estimator is 'none', but {missing} of {len(rollouts)} rollouts "
-                    "have no 'advantage'; choose an estimator, or write advantages."
-                )
-            return [rollout.advantage for rollout in rollouts]
-        missing = sum(rollout.reward is None for rollout in rollouts)
-        if missing:
-            raise ConfigError(
-                f"{missing} of {len(rollouts)} rollouts have no 'reward', which the advantage "
-                "estimator reads; set advantage.estimator=none to use their 'advantage'."
-            )
-        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
-        num_tokens = torch.tensor([sum(rollout.loss_mask) for rollout in rollouts])
-        return self.estimator(rewards, torch.tensor(numbers), num_tokens).tolist()
+        not_read = self.ppo or "advantages" not in self.forward_step.objective.needs
+        if self.estimator is None and not_read:
+            return [0.0] * len(rollouts)
+        return rollout_advantages(rollouts, numbers, self.estimator)
 
     def _parts(self, sequences: list[Any]) -> list[list[Any]]:
         num = self.num_mini_batches

@@ -20,7 +20,7 @@ from ..ops.advantages import ADVANTAGE_ESTIMATORS
 from ..ops.kl import KL_ESTIMATORS
 from ..ops.reduction import REDUCTIONS
 from .keys import nearest, raise_problems
-from .schema import Config
+from .schema import Config, LossConfig
 
 DTYPES = ("fp32", "bf16")
 RECOMPUTE = ("none", "selective", "full")
@@ -258,19 +258,21 @@ def _loss(config: Config) -> Iterator[str]:
         yield from _objective(config)
 
 
+def objective_settings(loss: LossConfig) -> dict[str, Any]:
+    """Returns the keyword arguments of `Objective` that the loss section gives."""
+    names = ("kl_coef", "kl_estimator", "kl_is_weighted", "entropy_coef", "entropy_max")
+    return {
+        "loss": loss.name,
+        "loss_settings": loss.settings,
+        "off_policy": loss.off_policy or None,
+        **{name: getattr(loss, name) for name in names},
+    }
+
+
 def _objective(config: Config) -> Iterator[str]:
     loss = config.loss
     try:
-        objective = Objective(
-            loss=loss.name,
-            loss_settings=loss.settings,
-            kl_coef=loss.kl_coef,
-            kl_estimator=loss.kl_estimator,
-            kl_is_weighted=loss.kl_is_weighted,
-            entropy_coef=loss.entropy_coef,
-            entropy_max=loss.entropy_max,
-            off_policy=loss.off_policy or None,
-        )
+        objective = Objective(**objective_settings(loss))
     except (ConfigError, TypeError, ValueError) as error:
         yield f"loss: {error}"
         return

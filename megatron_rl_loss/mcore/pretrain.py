@@ -108,7 +108,7 @@ def build_gpt(
         normalization=args.normalization,
         vp_stage=vp_stage,
     )
-    return GPTModel(
+    model = GPTModel(
         config,
         spec,
         vocab_size=args.padded_vocab_size,
@@ -123,6 +123,8 @@ def build_gpt(
         vp_stage=vp_stage,
         **({} if pg_collection is None else {"pg_collection": pg_collection}),
     )
+    compat.mark_expert_parameters(model)
+    return model
 
 
 def megatron_arguments() -> Any:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from .rollout import Rollout, group_number
+
+# (rewards [N], group ids [N], trained tokens [N]) -> advantages [N]
+AdvantageEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def training_sequence(
@@ -59,6 +64,33 @@ def group_numbers(rollouts: Sequence[Rollout]) -> list[int]:
         -1 - i if rollout.group_id is None else group_number(rollout.group_id)
         for i, rollout in enumerate(rollouts)
     ]
+
+
+def rollout_advantages(
+    rollouts: Sequence[Rollout], numbers: Sequence[int], estimator: AdvantageEstimator | None
+) -> Sequence[Any]:
+    """Returns one advantage (or list of them, one per response token) per rollout.
+
+    Args:
+        rollouts: of all ranks.
+        numbers: their groups, as `group_numbers` returns them.
+        estimator: makes them from the rewards, in float64; None: the rollouts carry them.
+
+    Raises:
+        ConfigError: rollouts lack what they are made of.
+    """
+    source = "advantage" if estimator is None else "reward"
+    missing = sum(getattr(rollout, source) is None for rollout in rollouts)
+    if missing:
+        raise ConfigError(
+            f"{missing} of {len(rollouts)} rollouts have no {source!r}; advantage.estimator=none "
+            "reads 'advantage', the others read 'reward'."
+        )
+    if estimator is None:
+        return [rollout.advantage for rollout in rollouts]
+    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+    num_tokens = torch.tensor([int(sum(rollout.loss_mask)) for rollout in rollouts])
+    return estimator(rewards, torch.tensor(numbers), num_tokens).tolist()
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -21,7 +21,7 @@ LAYERS = [
     ("signals", "ppo"),
     ("report", "rollout_source", "trainer", "between_steps"),
     ("watch_source",),
-    ("recipe",),
+    ("recipe", "build_rollouts"),
     ("build", "pretrain"),
     ("train", "audit", "plot", "plan"),
     ("cli", "__main__"),

@@ -14,6 +14,7 @@ from megatron_rl_loss.pretrain import (
     RolloutDataset,
     add_arguments,
     check_arguments,
+    make_datasets,
     read_config,
     write_metrics,
 )
@@ -85,6 +86,15 @@ def test_rollout_log_probs_stand_for_the_old_ones_only_if_they_are_there(path, t
     assert sample["old_log_probs"][:2].tolist() == [-1.0, -2.0]
 
 
+def test_a_loss_without_advantages_needs_none(tmp_path):
+    write_rollouts(tmp_path / "sft.jsonl", [Rollout([9], [1, 2], reward=1.0)] * SIZE)
+    sample = dataset(tmp_path / "sft.jsonl", estimator=None, reads_advantages=False)[0]
+    assert sample["loss_weights"][:3].tolist() == [1 / (2 * SIZE), 1 / (2 * SIZE), 0.0]
+    args = parsed(tmp_path / "sft.jsonl", "loss.name=cross_entropy", "advantage.estimator=none")
+    samples, _, _ = make_datasets(args, [SIZE, 0, 0])
+    assert samples[0]["advantages"].tolist() == [0.0] * 10
+
+
 def test_missing_rewards_and_too_few_rollouts_are_named(path, tmp_path):
     with pytest.raises(ConfigError, match="4 of 4 rollouts have no 'advantage'"):
         dataset(path, estimator=None)[0]
@@ -109,6 +119,15 @@ def arguments(**changes):
     return SimpleNamespace(**{**known, **changes})
 
 
+def parsed(path, *settings):
+    """Returns Megatron's arguments with ours, as its parser would."""
+    parser = add_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--mrl-rollouts", str(path), "--mrl-config", *settings])
+    known = arguments(eval_iters=args.eval_iters, global_batch_size=SIZE)
+    vars(args).update(vars(known), seed=5, seq_length=10, vocab_size=61)
+    return args
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -126,10 +145,7 @@ def test_arguments_that_would_break_the_global_batches_are_refused(changes, mess
 
 
 def test_settings_come_from_yaml_and_pairs_and_a_critic_is_refused(path):
-    parser = add_arguments(argparse.ArgumentParser())
-    given = ["--mrl-rollouts", str(path), "--mrl-config", "configs/loss/dapo.yaml", "lora.rank=2"]
-    args = parser.parse_args(given)
-    vars(args).update(vars(arguments(eval_iters=args.eval_iters)), seed=5)
+    args = parsed(path, "configs/loss/dapo.yaml", "lora.rank=2")
     config = read_config(args)
     assert config.loss.settings["clip_ratio_high"] == 0.28 and config.lora.rank == 2
     assert (config.rollouts.path, config.run.seed) == (str(path), 5)
