@@ -42,7 +42,7 @@ def tree() -> str:
     lines += [entry(path, 2) for path in sorted(package.glob("*.py"))]
     for name, text in FOLDERS.items():
         if (package / name).is_dir():
-            lines.append(f"  {name + '/':<23}{text}")
+            lines.append(f"  {name + '/':<24}{text}")
             lines += [
                 entry(path, 4)
                 for path in sorted((package / name).glob("*.py"))
@@ -53,7 +53,7 @@ def tree() -> str:
 
 def entry(path: Path, indent: int) -> str:
     name = " " * indent + path.name
-    return f"{name:<25}{first_line(path)}"
+    return f"{name:<25} {first_line(path)}"
 
 
 def updated(readme: str) -> str:
