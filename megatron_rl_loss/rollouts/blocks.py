@@ -1,17 +1,17 @@
 """Rollout files in blocks of rows, for reading files that do not fit into memory.
 
-A block is an Arrow table of some hundred rows. Where a block starts in its file (a `Place`) is
+A block is some hundred rows. Where a block starts in its file (a `Place`) is
 enough to read it again, so a reader can go on in the middle of a file.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ..errors import RolloutError
-from .sources import JsonLines, Parquet, Row, Source, parsed_line, pyarrow_module
+from .columns import table_columns
+from .json_columns import json_columns
+from .sources import JsonLines, Parquet, Row, Source, parsed_line
 
 BLOCK_ROWS = 1024
 _BLOCK_BYTES = 2 * 2**20  # of JSON lines
@@ -29,14 +29,14 @@ class Block(NamedTuple):
 
     Attributes:
         start, end: where it starts, and where the next one does.
-        table: Arrow table with a row per rollout; None if the rows have no common columns.
+        columns: by field, see `table_columns`; None if the rows need a closer look.
         rows: makes the rows one by one, each with its number or its error.
     """
 
     start: Place
     end: Place
     num_rows: int
-    table: Any
+    columns: dict[str, Any] | None
     rows: Callable[[], list[Row]]
 
 
@@ -71,7 +71,8 @@ def _parquet_block(batch: Any, first: int) -> Block:
         return [Row(first + i, first + i + 1, r) for i, r in enumerate(batch.to_pylist())]
 
     end = first + batch.num_rows
-    return Block(Place(first, first + 1), Place(end, end + 1), batch.num_rows, batch, rows)
+    columns = table_columns(batch)
+    return Block(Place(first, first + 1), Place(end, end + 1), batch.num_rows, columns, rows)
 
 
 def _json_blocks(source: JsonLines, start: Place) -> Iterator[Block]:
@@ -95,18 +96,4 @@ def _json_block(lines: list[bytes], start: Place, end: Place) -> Block:
         return found
 
     num_rows = sum(not line.isspace() for line in lines)
-    return Block(start, end, num_rows, _json_table(lines, num_rows), rows)
-
-
-def _json_table(lines: list[bytes], num_rows: int) -> Any:
-    """Returns the lines as a table, None where Arrow reads them otherwise than `json` would."""
-    try:
-        json = pyarrow_module("json")
-    except RolloutError:
-        return None
-    options = json.ReadOptions(use_threads=False, block_size=2 * _BLOCK_BYTES + len(lines[-1]))
-    try:
-        table = json.read_json(io.BytesIO(b"".join(lines)), read_options=options)
-    except (ValueError, NotImplementedError, OSError):
-        return None
-    return table if table.num_rows == num_rows else None
+    return Block(start, end, num_rows, json_columns(lines), rows)

@@ -14,9 +14,9 @@ import numpy as np
 from .records import ALIASES, FIELDS
 from .rollout import MAX_LOG_PROB, MAX_NUMBER, MAX_TOKEN_ID, Rollout
 
-_IDS = ("prompt_ids", "response_ids")
-_LOG_PROBS = ("rollout_log_probs", "ref_log_probs")
-_NUMBERS = ("reward", "advantage")
+IDS = ("prompt_ids", "response_ids")
+LOG_PROBS = ("rollout_log_probs", "ref_log_probs")
+NUMBERS = ("reward", "advantage")
 
 
 class Lists(NamedTuple):
@@ -35,30 +35,36 @@ class Lists(NamedTuple):
         return [values[a:b] for a, b in zip(bounds, bounds[1:])]
 
 
-def rollouts_from_table(
-    table: Any,
+def rollouts_from_columns(
+    given: Mapping[str, Any],
     *,
     vocab_size: int | None = None,
     need_reward: bool = True,
     max_tokens: int | None = None,
 ) -> list[Rollout] | None:
-    """Returns the rollouts of an Arrow table; None if any of them needs a closer look.
+    """Returns the rollouts of a block; None if any of them needs a closer look.
 
     The sequences of a rollout are read-only NumPy arrays, views of one array per column.
 
     Args:
-        table: with fields (or aliases) as columns.
+        given: by field, as `table_columns` returns them.
         vocab_size, need_reward, max_tokens: as in `rollout_from_record`.
     """
+    if not set(IDS) <= given.keys() or not _are_good(given, vocab_size, need_reward, max_tokens):
+        return None
+    return _make(given)
+
+
+def table_columns(table: Any) -> dict[str, Any] | None:
+    """Returns the columns of an Arrow table: `Lists`, an array or a list, by field.
+
+    None if a name or type is not as expected.
+    """
     columns = _columns(table)
-    if columns is None or not set(_IDS) <= columns.keys():
+    if columns is None:
         return None
     given = {name: _read(name, column) for name, column in columns.items()}
-    if any(value is None for value in given.values()):
-        return None
-    if not _are_good(given, vocab_size, need_reward, max_tokens):
-        return None
-    return _make(given, table.num_rows)
+    return None if any(value is None for value in given.values()) else given
 
 
 def _columns(table: Any) -> dict[str, Any] | None:
@@ -70,23 +76,20 @@ def _columns(table: Any) -> dict[str, Any] | None:
             continue
         if field not in FIELDS or field in found or field == "metadata" or column.null_count:
             return None
-        found[field] = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+        found[field] = column
     return found
 
 
 def _read(name: str, column: Any) -> Any:
     """Returns the column as `Lists`, an array or a list; None if its type is not as expected."""
-    import pyarrow
+    from pyarrow import types
 
-    types = pyarrow.types
-    if isinstance(column, pyarrow.ChunkedArray):
-        column = column.chunk(0)
     kind = column.type
     if name == "group_id":
         plain = types.is_int64(kind) or types.is_int32(kind) or types.is_string(kind)
         return column.to_pylist() if plain else None
     if not types.is_list(kind) and not types.is_large_list(kind):
-        if name not in _NUMBERS or not (types.is_floating(kind) or types.is_integer(kind)):
+        if name not in NUMBERS or not (types.is_floating(kind) or types.is_integer(kind)):
             return None
         return column.to_numpy(zero_copy_only=False).astype(np.float64)
     if name == "reward" or not _element_fits(name, kind.value_type):
@@ -101,7 +104,7 @@ def _read(name: str, column: Any) -> Any:
 def _element_fits(name: str, kind: Any) -> bool:
     from pyarrow import types
 
-    if name in _IDS:
+    if name in IDS:
         return types.is_integer(kind)
     if name == "loss_mask":
         return types.is_boolean(kind)
@@ -112,7 +115,7 @@ def _are_good(
     given: Mapping[str, Any], vocab_size: int | None, need_reward: bool, max_tokens: int | None
 ) -> bool:
     prompts, responses = given["prompt_ids"], given["response_ids"]
-    if need_reward and not set(_NUMBERS) & given.keys():
+    if need_reward and not set(NUMBERS) & given.keys():
         return False
     limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
     for ids in (prompts, responses):
@@ -125,9 +128,9 @@ def _are_good(
             if name != "prompt_ids" and not np.array_equal(value.offsets, responses.offsets):
                 return False
             value = value.values
-        if name in _NUMBERS and not _is_finite(value):
+        if name in NUMBERS and not _is_finite(value):
             return False
-        if name in _LOG_PROBS and not (_is_finite(value) and value.max() <= MAX_LOG_PROB):
+        if name in LOG_PROBS and not (_is_finite(value) and value.max() <= MAX_LOG_PROB):
             return False
     return True
 
@@ -136,7 +139,7 @@ def _is_finite(values: np.ndarray) -> bool:
     return bool(np.abs(values).max() <= MAX_NUMBER)  # False for NaN
 
 
-def _make(given: Mapping[str, Any], num_rows: int) -> list[Rollout]:
+def _make(given: Mapping[str, Any]) -> list[Rollout]:
     if "loss_mask" not in given:
         responses = given["response_ids"]
         all_trained = np.ones(len(responses.values), dtype=bool)

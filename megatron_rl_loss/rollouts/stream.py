@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import RolloutError
 from .blocks import Block, Place, blocks
-from .columns import rollouts_from_table
+from .columns import rollouts_from_columns
 from .files import Parser, Problems
 from .rollout import Rollout
 from .sources import Source, find_sources
@@ -182,8 +182,8 @@ class RolloutStream:
             yield running
 
     def _rollouts(self, block: Block, source: Source) -> list[Rollout]:
-        if block.table is not None and not self._drop_non_finite:
-            rollouts = rollouts_from_table(block.table, **self._checks)
+        if block.columns is not None and not self._drop_non_finite:
+            rollouts = rollouts_from_columns(block.columns, **self._checks)
             if rollouts and self._parse.first_kind in (None, rollouts[0].kind):
                 place = f"{source.path}, {source.unit} {block.start.number}"
                 self._parse.expect_kind(rollouts[0].kind, place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -168,3 +169,63 @@ def test_empty_files_are_passed_over_and_an_empty_folder_is_refused(tmp_path):
         RolloutStream(tmp_path).take(1)
     write_rollouts(tmp_path / "b.jsonl", [rollout(0, 0)])
     assert numbers(RolloutStream(tmp_path).take(2)) == [0, 0]
+
+
+GOOD_LINE = b'{"prompt_ids": [1], "response_ids": [2], "reward": 1.0}'
+ODD = {
+    "an id that is a float": '{"prompt_ids": [1], "response_ids": [2.0], "reward": 1.0}',
+    "an id that is a bool": '{"prompt_ids": [1], "response_ids": [true], "reward": 1.0}',
+    "an id that is too large": '{"prompt_ids": [1], "response_ids": [4294967296], "reward": 1.0}',
+    "an id below 0": '{"prompt_ids": [-1], "response_ids": [2], "reward": 1.0}',
+    "ids as text": '{"prompt_ids": "1", "response_ids": [2], "reward": 1.0}',
+    "a mask of numbers": '{"prompt_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1}',
+    "a mask of text": '{"prompt_ids": [1], "response_ids": [2], "loss_mask": ["a"], "reward": 1}',
+    "a reward that is a bool": '{"prompt_ids": [1], "response_ids": [2], "reward": true}',
+    "a reward that is text": '{"prompt_ids": [1], "response_ids": [2], "reward": "1"}',
+    "a huge group": (
+        '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_id": 10000000000000000000}'
+    ),
+    "a group that is a number": (
+        '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_id": 1.5}'
+    ),
+    "a field twice": '{"prompt_ids": [1], "response_ids": [2], "reward": 1.0, "reward": 2.0}',
+    "an alias and its field": '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "score": 1}',
+    "an unknown field": '{"prompt_ids": [1], "response_ids": [2], "reward": 1.0, "x": 1}',
+    "a list": "[1, 2]",
+    "a number": "7",
+    "two objects": '{"prompt_ids": [1], "response_ids": [2], "reward": 1}{}',
+    "not JSON": '{"prompt_ids": [1], "response_ids": [2], "reward": 1.0',
+    "not UTF-8": b'{"prompt_ids": [1], "response_ids": [2], "reward": 1.0, "group_id": "\xff"}',
+    "nulls": '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_id": null}',
+    "other fields": '{"prompt_ids": [1], "response_ids": [2], "advantage": 1.0, "reward": 1.0}',
+    "an advantage per token": '{"prompt_ids": [1], "response_ids": [2], "advantage": [1.0]}',
+    "integers for log-probs": (
+        '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "rollout_log_probs": [-1]}'
+    ),
+    "text groups": '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_id": "a"}',
+}
+
+
+def read_all(reader, path, num):
+    """Returns the rollouts as records, or the error's text."""
+    try:
+        return [record_from_rollout(rollout) for rollout in reader(path, num)]
+    except RolloutError as error:
+        return str(error).splitlines()[-1]
+
+
+@pytest.mark.parametrize("line", ODD.values(), ids=ODD.keys())
+def test_odd_json_is_read_or_refused_as_row_by_row(tmp_path, line):
+    line = line if isinstance(line, bytes) else line.encode()
+    for name, lines in {"alone": [line], "twice": [line, line], "after": [GOOD_LINE, line]}.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(b"".join(line + b"\n" for line in lines))
+        row_by_row = read_all(lambda path, _: list(RolloutFiles(path)), path, len(lines))
+        assert read_all(lambda path, n: RolloutStream(path).take(n), path, len(lines)) == row_by_row
+
+
+def test_without_simdjson_json_lines_are_read_row_by_row(folder, monkeypatch):
+    with_it = RolloutStream(folder).take(81)
+    monkeypatch.setitem(sys.modules, "simdjson", None)
+    without = RolloutStream(folder).take(81)
+    assert [record_from_rollout(r) for r in without] == [record_from_rollout(r) for r in with_it]
