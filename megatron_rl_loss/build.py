@@ -14,7 +14,7 @@ from .build_rollouts import build_source, build_task
 from .config.schema import Config
 from .config.validate import FROM_FILES
 from .errors import InputError
-from .lora import apply_lora, disabled
+from .lora import apply_lora, disabled, save_peft
 from .mcore.checkpoint import Checkpointer
 from .mcore.checkpoint_state import Trained
 from .mcore.forward_step import ForwardStep, make_forward_step
@@ -24,12 +24,14 @@ from .mcore.model_spec import ModelSpec, model_spec_from_hf
 from .mcore.optimizer import build_optimizer, build_scheduler, wrap_with_ddp
 from .mcore.ranks import start_ranks
 from .mcore.value_model import value_spec, value_weights
-from .mcore.weights import load_hf_weights
+from .mcore.weights import load_hf_weights, save_hf_checkpoint
 from .ppo import PPO, AdaptiveCoefs, make_coefs, make_ppo
 from .recipe import build_estimator, lora_settings, step_settings
 from .rollout_source import RolloutSource
 from .rollouts.hf_model import check_hf_model, load_hf_model
 from .trainer import Trainer
+
+EXPORT_FOLDER = "export"
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,19 @@ def build_job(config: Config) -> Job:
     source = build_source(config, spec, trainer.chunks, hf_model, tokenizer)
     checkpoints = build_checkpointer(config, spec, trainer, source)
     return Job(trainer, source, spec, hf_model.config, checkpoints)
+
+
+def export_trained(config: Config, job: Job) -> Path:
+    """Writes the trained model, or its adapters, to the run's folder, and returns where.
+
+    Communicates: every rank must call it.
+    """
+    folder, chunks = Path(config.run.dir) / EXPORT_FOLDER, job.trainer.chunks
+    if config.lora.rank is None:
+        save_hf_checkpoint(folder, chunks, job.spec, job.hf_config, overwrite=True)
+    else:
+        save_peft(folder, chunks, job.spec, base_model=config.model.path, overwrite=True)
+    return folder
 
 
 def check_inputs(config: Config) -> None:

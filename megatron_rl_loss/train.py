@@ -127,7 +127,7 @@ def train(config: Config) -> None:
 def _train(config: Config, signals: StopSignals, watchdog: Watchdog) -> list[Mapping[str, float]]:
     """Returns the metrics of all steps, those before a resume included."""
     from .between_steps import STOPPED_FILE, BetweenSteps
-    from .build import build_job
+    from .build import build_job, export_trained
 
     folder = Path(config.run.dir)
     with _run_log(config) as log:
@@ -138,7 +138,10 @@ def _train(config: Config, signals: StopSignals, watchdog: Watchdog) -> list[Map
         between = BetweenSteps(folder, config.run.steps, job.checkpoints, signals, watchdog)
         done, earlier = _resume(config, job, log)
         signals.arm()
-        return [*earlier, *run_steps(job, log, config, between, done)]
+        rows = run_steps(job, log, config, between, done)
+        if config.run.export and done + len(rows) == config.run.steps:
+            export_trained(config, job)
+        return [*earlier, *rows]
 
 
 def _resume(config: Config, job: Job, log: RunLog) -> tuple[int, list[dict[str, float]]]:
@@ -203,11 +206,14 @@ def _speed(rollout_seconds: float, train_seconds: float, num_tokens: int) -> dic
 
 def print_result(config: Config, rows: Sequence[Mapping[str, float]]) -> None:
     """Prints a table and draws the plot of a finished run."""
+    from .build import EXPORT_FOLDER
     from .report import METRICS_FILE, plot_run, summary_table
 
     print(summary_table(rows))
     if config.logging.jsonl:
         print(f"\nmetrics: {Path(config.run.dir) / METRICS_FILE}")
+    if config.run.export and rows[-1]["step"] == config.run.steps:
+        print(f"model:   {Path(config.run.dir) / EXPORT_FOLDER}")
     if not config.logging.plot:
         return
     try:

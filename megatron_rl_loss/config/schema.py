@@ -19,6 +19,8 @@ class RunConfig:
         seed: of prompts, sampling, shuffling and the model's random state.
         steps: sample (or read), then train, so many times.
         log_interval: steps between two log entries.
+        export: after the last step write the model to DIR/export, a Hugging Face checkpoint; with
+            LoRA its adapters, a PEFT folder.
         hang_timeout: seconds without progress (a step's sampling, or its training) after which
             a rank prints its stacks and ends the job; null: never.
     """
@@ -27,6 +29,7 @@ class RunConfig:
     seed: int = 1234
     steps: int = 10
     log_interval: int = 1
+    export: bool = False
     hang_timeout: float | None = 3600.0
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.mcore.test_train import command, metrics_of, model_folder  # noqa: F401
+from tests.mcore import jobs
+from tests.mcore.test_train import model_folder  # noqa: F401
 from tests.spawn import run_ranks
 
 LORA = ["lora.rank=4", "lora.targets=all-linear", "lora.alpha=8"]
@@ -43,26 +44,42 @@ def test_the_command_line_trains_adapters_and_resumes_in_another_layout(
     prompts,
     tmp_path,
 ):
-    arguments = [*settings(model_folder, prompts), *LORA, "loss.lm_head=fused"]
+    export = ["loss.lm_head=fused", "run.export=true"]
+    arguments = [*settings(model_folder, prompts), *LORA, *export]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     two_ranks = ["parallel.tensor_model_parallel_size=2", "checkpoint.interval=1"]
-    for mode, folder, more in (
-        ("one rank", whole, []),
-        ("two ranks", resumed, ["run.steps=2", *two_ranks]),
-        ("one rank", resumed, ["checkpoint.interval=1"]),
+    for ranks, folder, more in (
+        (1, whole, []),
+        (2, resumed, ["run.steps=2", *two_ranks]),
+        (1, resumed, ["checkpoint.interval=1"]),
     ):
-        result = command(mode, "configs/base.yaml", f"run.dir={folder}", *arguments, *more)
-        assert result.returncode == 0, result.stderr[-4000:]
-    first, second, third = metrics_of(whole)
+        words = ["configs/base.yaml", f"run.dir={folder}", *arguments, *more]
+        jobs.run(words, tmp_path / "log", ranks)
+    first, second, third = jobs.metrics(whole)
     assert first["kl"] == 0.0 and first["grad_norm"] > 0
     assert 0 < second["kl"] < third["kl"]
     # the sampler has the merged weights of the step before
     assert all(row["rollout_log_prob_diff_max"] < 1e-5 for row in (first, second, third))
-    cut = metrics_of(resumed)
+    cut = jobs.metrics(resumed)
     assert [row["step"] for row in cut] == [1, 2, 3]
     for name in ("loss", "kl", "grad_norm", "reward"):
         for a, b in zip((first, second, third), cut):
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-6), name
+    base, *tuned = (_logits(model_folder, run) for run in (None, whole, resumed))
+    assert (tuned[0] - base).abs().max() > 1e-2
+    torch.testing.assert_close(tuned[1], tuned[0], rtol=1e-3, atol=1e-3)
+
+
+def _logits(base: Path, run: Path | None) -> torch.Tensor:
+    """Returns what Transformers computes, with the adapters that a run exported."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if run is not None:
+        peft = pytest.importorskip("peft")
+        model = peft.PeftModel.from_pretrained(model, run / "export")
+    with torch.no_grad():
+        return model(torch.tensor([[3, 5, 7, 11]])).logits
 
 
 def _run(arguments: list[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 from megatron_rl_loss.rollouts.files import write_rollouts
 from megatron_rl_loss.rollouts.rollout import Rollout
+from megatron_rl_loss.train import main
+from tests.mcore import jobs
 from tests.reference import tiny_llama
 
 WORDS = [f"w{i}" for i in range(tiny_llama.SIZES["vocab"])]
@@ -61,35 +64,36 @@ def rollout_file(tmp_path_factory) -> Path:
     return path
 
 
-def command(mode: str, *arguments: str) -> subprocess.CompletedProcess:
-    start = [sys.executable, "-m"]
-    if mode != "one rank":
-        start += ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    return subprocess.run(
-        [*start, "megatron_rl_loss.train", *arguments],
+def torchrun(arguments: list[str]) -> None:
+    """Runs the main job as a user would, on two ranks; the other tests save its imports."""
+    start = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    result = subprocess.run(
+        [sys.executable, "-m", *start, "megatron_rl_loss.train", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "plot:" in result.stdout
 
 
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def ranks_of(mode: str) -> int:
+    return 1 if mode == "one rank" else 2
 
 
 @pytest.fixture(scope="module")
 def train_on_file(model_folder, rollout_file, tmp_path_factory):
-    """Runs two steps of two mini-batches, once per mode, and returns the metrics."""
-    done: dict[str, list[dict]] = {}
+    """Runs two steps of two mini-batches, once per mode, and returns metrics and folder."""
+    done: dict[str, tuple[list[dict], Path]] = {}
 
-    def run(mode: str) -> list[dict]:
+    def run(mode: str) -> tuple[list[dict], Path]:
         if mode not in done:
             folder = tmp_path_factory.mktemp("run")
-            result = command(
-                mode,
+            arguments = [
                 "configs/files_example.yaml",
                 f"run.dir={folder}",
+                "run.export=true",
                 f"model.path={model_folder}",
                 f"rollouts.path={rollout_file}",
                 "rollouts.per_step=8",
@@ -100,10 +104,13 @@ def train_on_file(model_folder, rollout_file, tmp_path_factory):
                 "optimizer.lr=1e-3",
                 "optimizer.eps=1e-3",
                 *SETTINGS[mode],
-            )
-            assert result.returncode == 0, result.stderr[-4000:]
-            assert "plot:" in result.stdout and (folder / "curves.png").stat().st_size > 1000
-            done[mode] = metrics_of(folder)
+            ]
+            if mode == "two data ranks":
+                torchrun(arguments)
+            else:
+                jobs.run(arguments, folder / "log", ranks_of(mode))
+            assert (folder / "curves.png").stat().st_size > 1000
+            done[mode] = jobs.metrics(folder), folder
         return done[mode]
 
     return run
@@ -111,7 +118,7 @@ def train_on_file(model_folder, rollout_file, tmp_path_factory):
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_the_main_job_gives_the_same_numbers_on_two_ranks(train_on_file, mode):
-    alone, together = train_on_file("one rank"), train_on_file(mode)
+    (alone, _), (together, _) = train_on_file("one rank"), train_on_file(mode)
     assert [row["step"] for row in together] == [1, 2]
     for a, b in zip(alone, together):
         assert set(a) == set(b)
@@ -120,9 +127,22 @@ def test_the_main_job_gives_the_same_numbers_on_two_ranks(train_on_file, mode):
 
 
 def test_the_second_mini_batch_is_off_policy_and_the_reference_stays(train_on_file):
-    first, second = train_on_file("one rank")
+    (first, second), _ = train_on_file("one rank")
     assert first["ratio_max"] > 1.0 and first["kl"] > 0.0
     assert second["kl"] > first["kl"]
+
+
+def test_the_trained_model_is_exported_the_same_from_any_layout(train_on_file, model_folder):
+    from transformers import AutoModelForCausalLM
+
+    def weights(folder: Path) -> dict[str, torch.Tensor]:
+        return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+    before = weights(model_folder)
+    alone, sharded = (weights(train_on_file(mode)[1] / "export") for mode in ("one rank", "TP 2"))
+    for name, weight in alone.items():
+        torch.testing.assert_close(sharded[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+        assert not torch.equal(weight, before[name]), name
 
 
 def test_the_main_job_samples_and_trains(model_folder, tmp_path):
@@ -131,8 +151,7 @@ def test_the_main_job_samples_and_trains(model_folder, tmp_path):
     runs = []
     for mode in MODES[:2]:
         folder = tmp_path / mode.replace(" ", "_")
-        result = command(
-            mode,
+        arguments = [
             "configs/base.yaml",
             f"run.dir={folder}",
             "run.steps=2",
@@ -145,9 +164,9 @@ def test_the_main_job_samples_and_trains(model_folder, tmp_path):
             "sampler.max_new_tokens=5",
             "optimizer.lr=1e-3",
             "optimizer.eps=1e-3",
-        )
-        assert result.returncode == 0, result.stderr[-4000:]
-        runs.append(metrics_of(folder))
+        ]
+        jobs.run(arguments, tmp_path / "log", ranks_of(mode))
+        runs.append(jobs.metrics(folder))
     for a, b in zip(*runs):
         assert a["rollout_log_prob_diff_max"] < 1e-5  # the sampler's weights are the trainer's
         for name in ["loss", "reward", "grad_norm", "response_length"]:
@@ -168,19 +187,16 @@ def count_even_words(prompt: str, response: str, example: dict) -> float:
         (["parallel.tensor_model_parallel_size=3"], "3"),
     ],
 )
-def test_a_wrong_setting_is_one_clear_error(arguments, words):
-    result = command("one rank", "configs/demo.yaml", "--dry-run", *arguments)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert result.stderr.startswith("error:")
-    import re
-
-    assert re.search(words, result.stderr), result.stderr
+def test_a_wrong_setting_is_one_clear_error(arguments, words, capsys):
+    assert main(["configs/demo.yaml", "--dry-run", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error:") and re.search(words, said), said
 
 
-def test_dry_run_and_print_config_need_no_model():
-    result = command("one rank", "configs/demo.yaml", "--dry-run", "--print-config", "run.steps=3")
-    assert result.returncode == 0, result.stderr
-    assert "steps: 3" in result.stdout and "32 per step from sampler" in result.stdout
+def test_dry_run_and_print_config_need_no_model(capsys):
+    assert main(["configs/demo.yaml", "--dry-run", "--print-config", "run.steps=3"]) == 0
+    said = capsys.readouterr().out
+    assert "steps: 3" in said and "32 per step from sampler" in said
 
 
 def test_a_bad_rollout_stops_both_ranks_before_training(model_folder, rollout_file, tmp_path):
@@ -188,14 +204,15 @@ def test_a_bad_rollout_stops_both_ranks_before_training(model_folder, rollout_fi
     bad = json.loads(lines[5]) | {"reward": float("nan")}
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join([*lines[:5], json.dumps(bad), *lines[6:]]))
-    result = command(
-        "two data ranks",
+    arguments = [
         "configs/files_example.yaml",
         f"run.dir={tmp_path / 'run'}",
         f"model.path={model_folder}",
         f"rollouts.path={path}",
         "rollouts.per_step=8",
-    )
-    assert result.returncode != 0
-    assert "bad.jsonl, line 6" in result.stderr and "reward" in result.stderr
+    ]
+    codes = jobs.finish(jobs.start(arguments, tmp_path / "log", 2))
+    assert all(codes), codes
+    said = (tmp_path / "log").read_text()
+    assert "bad.jsonl, line 6" in said and "reward" in said
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()

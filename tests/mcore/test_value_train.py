@@ -9,8 +9,9 @@ import torch
 
 from megatron_rl_loss.rollouts.files import write_rollouts
 from megatron_rl_loss.rollouts.rollout import Rollout
+from megatron_rl_loss.train import main
 from tests.mcore import jobs
-from tests.mcore.test_train import command, model_folder
+from tests.mcore.test_train import model_folder
 
 __all__ = ["model_folder"]
 NUMBERS = [
@@ -89,12 +90,10 @@ def test_a_resumed_run_goes_on_with_critic_and_coefficients(one_rank, arguments,
     assert jobs.metrics(tmp_path) == one_rank
 
 
-def test_settings_that_do_not_fit_a_critic_are_refused():
-    result = command(
-        "one rank", "configs/demo.yaml", "--dry-run", "reward.kl_coef=0.1", "loss.kl_target=1",
-        "critic.discount=2",
-    )  # fmt: skip
-    assert result.returncode == 2
-    assert "reward.kl_coef: puts the KL into the reward of each token" in result.stderr
-    assert "loss.kl_target: needs loss.kl_coef > 0" in result.stderr
-    assert "critic.discount: must be in [0, 1], got 2" in result.stderr
+def test_settings_that_do_not_fit_a_critic_are_refused(capsys):
+    wrong = ["reward.kl_coef=0.1", "loss.kl_target=1", "critic.discount=2"]
+    assert main(["configs/demo.yaml", "--dry-run", *wrong]) == 2
+    said = capsys.readouterr().err
+    assert "reward.kl_coef: puts the KL into the reward of each token" in said
+    assert "loss.kl_target: needs loss.kl_coef > 0" in said
+    assert "critic.discount: must be in [0, 1], got 2" in said
