@@ -47,6 +47,10 @@ def survives(mistake: Mistake) -> bool:
             mistake.tests,
         ]
         result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        if result.returncode not in (0, 1):  # 1: a test failed; others: the tests did not run
+            raise SystemExit(
+                f"{mistake.name}: pytest ended with {result.returncode}:\n{result.stdout}"
+            )
         return result.returncode == 0
 
 
