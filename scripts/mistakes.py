@@ -172,4 +172,14 @@ EXPERTS_AND_PEFT = [
     Mistake("plan: gradients of frozen weights", "mcore/memory.py", "trained = found.base if adapters is None else found.adapters", "trained = found.base", PLAN),
 ]  # fmt: skip
 
-MISTAKES = CORE + LAYOUTS + ADAPTERS + CHECKPOINTS + CRITIC_AND_HEAD + EXPERTS_AND_PEFT
+STREAM = "tests/unit/test_rollout_stream.py"
+
+ROLLOUTS = [
+    Mistake("rollouts: lines' fields not compared", "rollouts/json_columns.py", "if list(record.keys()) != list(names):", "if False:", STREAM),
+    Mistake("rollouts: numbers taken for a mask", "rollouts/json_columns.py", "if set(map(type, flat)) - {bool}:", "if False:", STREAM),
+    Mistake("rollouts: a bool taken for a reward", "rollouts/json_columns.py", "types <= {int, float}", "types <= {int, float, bool}", STREAM),
+    Mistake("rollouts: SFT asks for advantages", "pretrain.py", "if self._reads_advantages:", "if True:", "tests/unit/test_pretrain_data.py"),
+    Mistake("export: base weights without training", "build.py", "folder, chunks = Path(config.run.dir) / EXPORT_FOLDER, job.trainer.chunks", "folder, chunks = Path(config.run.dir) / EXPORT_FOLDER, _model_chunks(config, job.spec, __import__('megatron_rl_loss.rollouts.hf_model', fromlist=['x']).load_hf_model(config.model.path)[0].state_dict())", "tests/mcore/test_train.py::test_the_trained_model_is_exported_the_same_from_any_layout"),
+]  # fmt: skip
+
+MISTAKES = CORE + LAYOUTS + ADAPTERS + CHECKPOINTS + CRITIC_AND_HEAD + EXPERTS_AND_PEFT + ROLLOUTS
