@@ -16,7 +16,7 @@ LOGGING = ["tensorboard", "wandb"]
 PARQUET = ["pyarrow"]
 JSON = ["pysimdjson>=6"]  # JSON lines several times faster
 PRETRAIN = ["six", "pydantic", "psutil", "regex", "tqdm", "typing_extensions"]  # megatron.training
-TEST = ["pytest", "pytest-timeout", "hypothesis", "ruff", "peft>=0.21", *PRETRAIN]
+TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft>=0.21", *PRETRAIN]
 
 setup(
     name="megatron-rl-loss",

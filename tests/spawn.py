@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -173,4 +174,20 @@ def _leave_groups() -> None:
     if "megatron.core.parallel_state" in sys.modules:
         from megatron_rl_loss.mcore.ranks import stop_ranks
 
+        _free_dispatchers()
         stop_ranks()
+
+
+def _free_dispatchers() -> None:
+    """Drops the last tensors of Megatron's token dispatchers, which keep a model alive for ever.
+
+    They hold the graph, whose hooks hold DDP, whose module holds them; the garbage collector does
+    not see through the graph.
+    """
+    import torch
+
+    for found in gc.get_objects():
+        if type(found).__name__.endswith("TokenDispatcher"):
+            for name, value in vars(found).items():
+                if isinstance(value, torch.Tensor):
+                    setattr(found, name, None)
