@@ -13,12 +13,13 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .config.load import load_config
 from .config.schema import Config
 from .config.validate import check_layout
-from .errors import ConfigError, LayoutError, MegatronRLLossError
+from .errors import ConfigError, MegatronRLLossError
 
 if TYPE_CHECKING:
     from .mcore.audit_run import Audit
@@ -86,8 +87,8 @@ def audit(
     """Measures this layout and returns the report and the exit status.
 
     Args:
-        config: its parallel, loss, model.dtype and optimizer.use_distributed_optimizer settings
-            are read; with `use_model` also its model.
+        config: its parallel, loss, lora, model.dtype and optimizer.use_distributed_optimizer
+            settings are read; with `use_model` also its model.
         use_model: the config's model, not a stand-in.
         forward_step: import path of a forward step of somebody else's.
 
@@ -114,9 +115,6 @@ def self_test(config: Config, **ignored: Any) -> tuple[str, int]:
     """Plants each known mistake and returns a table of what the audit named, and exit status."""
     from .mcore.audit_mistakes import MISTAKES, plant
 
-    def flagged() -> Audit:
-        return _stand_in_audit(config, calculate_per_token_loss=True)
-
     _start(config)
     right = _stand_in_audit(config)
     lines = [_row("planted", "verdict", "named")]
@@ -125,7 +123,7 @@ def self_test(config: Config, **ignored: Any) -> tuple[str, int]:
         if not mistake.shows(right.sizes):
             lines.append(_row(mistake.name, "no effect here", "(this layout cannot show it)"))
             continue
-        found = plant(mistake, right, flagged)
+        found = plant(mistake, right, partial(_stand_in_audit, config))
         names = [name for finding in found for name in finding.mistakes]
         caught = mistake.expected in names
         missed += not caught
@@ -148,10 +146,11 @@ def _start(config: Config) -> None:
     import torch.distributed as dist
 
     from .mcore.ranks import start_ranks, stop_ranks
+    from .recipe import parallel_sizes
 
     if dist.is_initialized():
         stop_ranks()
-    start_ranks(**_sizes(config), seed=config.run.seed, timeout_s=TIMEOUT_S)
+    start_ranks(**parallel_sizes(config), seed=config.run.seed, timeout_s=TIMEOUT_S)
 
 
 def _stop() -> None:
@@ -160,45 +159,17 @@ def _stop() -> None:
     stop_ranks()
 
 
-def _sizes(config: Config) -> dict[str, Any]:
-    names = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
-    )
-    return {name: getattr(config.parallel, name) for name in names}
-
-
 def _stand_in_audit(config: Config, policy_only: bool = False, **overrides: Any) -> Audit:
-    """Returns the audit of a tiny model with the config's parallel sizes and dtype.
+    """Returns the audit of a tiny model with the config's parallel sizes, dtype and adapters.
 
     Args:
         policy_only: compare with the gradient of any policy loss, not with the config's loss.
-        overrides: of Megatron's TransformerConfig.
+        overrides: of `stand_in_chunks`.
     """
-    from .mcore.model import build_gpt_model, transformer_config
-    from .mcore.optimizer import wrap_with_ddp
+    from .audit_stand_in import stand_in_chunks, stand_in_spec
 
-    if config.parallel.expert_model_parallel_size > 1:
-        raise LayoutError(
-            "the stand-in model has no experts, so it cannot audit "
-            f"expert_model_parallel_size {config.parallel.expert_model_parallel_size}; set "
-            "parallel.expert_model_parallel_size=1."
-        )
     spec = stand_in_spec(config)
-    megatron_config = transformer_config(
-        spec,
-        **_sizes(config),
-        sequence_parallel=config.parallel.sequence_parallel,
-        bf16=config.model.dtype == "bf16",
-        **overrides,
-    )
-    chunks = wrap_with_ddp(
-        build_gpt_model(spec, megatron_config),
-        use_distributed_optimizer=config.optimizer.use_distributed_optimizer,
-    )
-    return _audit_of(config, chunks, spec, policy_only)
+    return _audit_of(config, stand_in_chunks(config, spec, **overrides), spec, policy_only)
 
 
 def _model_audit(config: Config, policy_only: bool = False) -> Audit:
@@ -212,36 +183,14 @@ def _model_audit(config: Config, policy_only: bool = False) -> Audit:
     return _audit_of(config, chunks, spec, policy_only)
 
 
-def stand_in_spec(config: Config) -> ModelSpec:
-    """Returns the smallest model that every parallel size of the config divides."""
-    from .mcore.model_spec import ModelSpec
-
-    tp, pp = (
-        config.parallel.tensor_model_parallel_size,
-        config.parallel.pipeline_model_parallel_size,
-    )
-    chunks = pp * (config.parallel.virtual_pipeline_model_parallel_size or 1)
-    heads = max(2, tp)
-    return ModelSpec(
-        architecture="llama",
-        num_layers=max(2, chunks),
-        hidden_size=16 * heads,
-        ffn_hidden_size=24 * heads,
-        num_attention_heads=heads,
-        num_query_groups=heads,
-        head_dim=16,
-        vocab_size=61,
-        max_position_embeddings=4096,
-        tied_embeddings=True,
-    )
-
-
 def _audit_of(config: Config, chunks: Sequence[Any], spec: ModelSpec, policy_only: bool) -> Audit:
+    from .audit_stand_in import fill_adapters
     from .build import build_forward_step
     from .mcore.audit_gradients import objective_for_any_policy_loss
     from .mcore.audit_run import make_audit
     from .mcore.groups import parallel_groups
 
+    fill_adapters(chunks)
     step = build_forward_step(config, spec)
     if policy_only:
         step.objective = objective_for_any_policy_loss()
@@ -295,11 +244,11 @@ def _report(
         f"model      {model} in {config.model.dtype}",
         f"step       {forward_step or f'megatron_rl_loss, {config.loss.name}'}",
         "",
-        f"{'micro-batches':<14}{'parameters':<12}{'factor':>10}{'residual':>11}",
+        f"{'micro-batches':<14}{'parameters':<16}{'factor':>10}{'residual':>11}",
     ]
     for cut in cuts:
         lines += [
-            f"{cut.num_microbatches:<14}{kind:<12}{f.factor:>10.4f}{f.residual:>11.1e}"
+            f"{cut.num_microbatches:<14}{kind:<16}{f.factor:>10.4f}{f.residual:>11.1e}"
             for kind, f in cut.factors.items()
         ]
     lines.append("")
@@ -309,12 +258,18 @@ def _report(
 
 def _layout_line(config: Config) -> str:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    ep, etp = (
+        config.parallel.expert_model_parallel_size,
+        config.parallel.expert_tensor_parallel_size,
+    )
     sizes: Mapping[str, Any] = {
         "dp": check_layout(config, world_size),
         "tp": config.parallel.tensor_model_parallel_size,
         "pp": config.parallel.pipeline_model_parallel_size,
         "vpp": config.parallel.virtual_pipeline_model_parallel_size or 1,
         "cp": config.parallel.context_parallel_size,
+        **({"ep": ep} if ep > 1 else {}),
+        **({} if etp is None else {"etp": etp}),
     }
     text = ", ".join(f"{name} {size}" for name, size in sizes.items())
     sp = ", sequence parallel" if config.parallel.sequence_parallel else ""

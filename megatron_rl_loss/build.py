@@ -26,7 +26,7 @@ from .mcore.ranks import start_ranks
 from .mcore.value_model import value_spec, value_weights
 from .mcore.weights import load_hf_weights, save_hf_checkpoint
 from .ppo import PPO, AdaptiveCoefs, make_coefs, make_ppo
-from .recipe import build_estimator, lora_settings, step_settings
+from .recipe import build_estimator, lora_settings, parallel_sizes, step_settings
 from .rollout_source import RolloutSource
 from .rollouts.hf_model import check_hf_model, load_hf_model
 from .trainer import Trainer
@@ -50,7 +50,7 @@ def build_job(config: Config) -> Job:
 
     Communicates: every rank must call it with the same config.
     """
-    start_ranks(**_parallel_sizes(config), seed=config.run.seed)
+    start_ranks(**parallel_sizes(config), seed=config.run.seed)
     hf_model, tokenizer = load_hf_model(config.model.path)
     spec = model_spec_from_hf(hf_model.config)
     weights = hf_model.state_dict()
@@ -183,7 +183,7 @@ def build_checkpointer(
         keep_last=checkpoint.keep_last,
         asynchronous=checkpoint.asynchronous,
         identity={"model": asdict(spec), "order of the data": _data_order(config)},
-        about={"layout": _parallel_sizes(config)},
+        about={"layout": parallel_sizes(config)},
     )
 
 
@@ -233,7 +233,7 @@ def _model_chunks(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any
         # say, but then Megatron does not mark sharded weights, and counts them once in the norm.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
-        **_parallel_sizes(config),
+        **parallel_sizes(config),
     )
     rows = padded_vocab_size(spec.vocab_size, config.parallel.tensor_model_parallel_size)
     chunks = build_gpt_model(spec, megatron_config, padded_vocab_size=rows)
@@ -262,18 +262,6 @@ def _reference(
     for chunk in copy:
         chunk.requires_grad_(False)
     return {"reference": copy}
-
-
-def _parallel_sizes(config: Config) -> dict[str, Any]:
-    names = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-    )
-    return {name: getattr(config.parallel, name) for name in names}
 
 
 def _cutting(config: Config) -> dict[str, Any]:

@@ -35,6 +35,19 @@ def lora_settings(config: Config) -> LoRAConfig | None:
     )
 
 
+def parallel_sizes(config: Config) -> dict[str, Any]:
+    """Returns what `start_ranks` and `transformer_config` must agree on."""
+    names = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    )
+    return {name: getattr(config.parallel, name) for name in names}
+
+
 def step_settings(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments of `make_forward_step` that the config alone gives."""
     objective = objective_settings(config.loss)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .audit_gradients import Gradients, data_group, trained_parameters
+from .audit_gradients import Gradients, data_group, is_expert, trained_parameters
 from .groups import ParallelGroups
 
-KINDS = ("dense", "embedding", "norm", "router", "expert", "adapter")
+KINDS = ("dense", "embedding", "norm", "router", "expert", "adapter", "expert adapter")
 _TINY = 1e-30
 
 
@@ -40,7 +40,7 @@ def parameter_kind(name: str, parameter: Any) -> str:
     'router'
     """
     if "adapter" in name or "lora" in name:
-        return "adapter"
+        return "expert adapter" if ".experts." in name else "adapter"
     if ".experts." in name:
         return "expert"
     if "router" in name:
@@ -60,7 +60,7 @@ def factors(
     sums = torch.zeros(len(KINDS), 5, dtype=torch.float64)
     named = list(trained_parameters(chunks))
     for (name, parameter), g, r in zip(named, gradients, reference, strict=True):
-        sums[KINDS.index(parameter_kind(name, parameter))] += _sums(parameter, g, r, groups)
+        sums[KINDS.index(parameter_kind(name, parameter))] += _sums(name, parameter, g, r, groups)
     device = gradients[0].device if gradients else torch.device("cpu")
     sums = sums.to(device)
     dist.all_reduce(sums)
@@ -68,12 +68,12 @@ def factors(
     return {kind: _factor(*row) for kind, row in rows.items() if row[1] > _TINY}
 
 
-def _sums(parameter: Any, g: Tensor, r: Tensor, groups: ParallelGroups) -> Tensor:
+def _sums(name: str, parameter: Any, g: Tensor, r: Tensor, groups: ParallelGroups) -> Tensor:
     g, r = g.double().flatten(), r.double().flatten()
     is_copy = not getattr(parameter, "tensor_model_parallel", False)
-    is_expert = not getattr(parameter, "allreduce", True)
-    data = _distance_from_mean(g, data_group(parameter))
-    tensor = _distance_from_mean(g, groups.tp) if is_copy and not is_expert else 0.0
+    data = _distance_from_mean(g, data_group(name, parameter))
+    may_differ = not is_copy or is_expert(name, parameter)
+    tensor = 0.0 if may_differ else _distance_from_mean(g, groups.tp)
     return torch.tensor([g @ r, r @ r, g @ g, data, tensor], dtype=torch.float64)
 
 

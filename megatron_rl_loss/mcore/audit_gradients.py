@@ -154,20 +154,24 @@ def _summed_over_data_ranks(chunks: Sequence[Any]) -> Iterator[None]:
 
 def _sum_of(chunk: Any) -> Callable[..., None]:
     def sum_over_data_ranks(*args: Any, **kwargs: Any) -> None:
-        for parameter in chunk.parameters():
-            if parameter.requires_grad:
-                dist.all_reduce(parameter.main_grad, group=data_group(parameter))
+        for name, parameter in trained_parameters([chunk]):
+            dist.all_reduce(parameter.main_grad, group=data_group(name, parameter))
 
     return sum_over_data_ranks
 
 
-def data_group(parameter: Any) -> dist.ProcessGroup:
+def data_group(name: str, parameter: Any) -> dist.ProcessGroup:
     """Returns the ranks whose gradients of this parameter belong to other tokens."""
     from megatron.core import parallel_state
 
-    if getattr(parameter, "allreduce", True):
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return parallel_state.get_expert_data_parallel_group()
+    if is_expert(name, parameter):
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def is_expert(name: str, parameter: Any) -> bool:
+    """Tells whether a parameter is an expert's, also if it lacks the mark that DDP goes by."""
+    return ".experts." in name or not getattr(parameter, "allreduce", True)
 
 
 def _complete_shards(chunk: Any) -> None:

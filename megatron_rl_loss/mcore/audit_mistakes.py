@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ class Mistake:
         scale: (num_microbatches, dp_size, cp_size) -> what the loss is multiplied by.
         weights: see `weighted_as`.
         hook: of the schedule's config: "", "missing" or "twice".
-        flag: build the model with calculate_per_token_loss, unknown to the forward step.
+        build: keyword arguments of a model that is built wrongly, unknown to the forward step.
         shows: whether this layout can show it.
     """
 
@@ -36,7 +36,7 @@ class Mistake:
     scale: Callable[[int, int, int], float] = lambda m, d, c: 1.0
     weights: str = ""
     hook: str = ""
-    flag: bool = False
+    build: Mapping[str, Any] = field(default_factory=dict)
     shows: Callable[[Sizes], bool] = lambda sizes: True
 
 
@@ -55,7 +55,18 @@ MISTAKES = (
     Mistake("D twice", "dp_size", scale=lambda m, d, c: d, shows=_has_dp),
     Mistake("C in the factor", "cp_size", scale=lambda m, d, c: c, shows=_has_cp),
     Mistake("C divided out", "cp_size", scale=lambda m, d, c: 1 / c, shows=_has_cp),
-    Mistake("flag on", "calculate_per_token_loss", flag=True, shows=lambda s: s.dp * s.cp > 1),
+    Mistake(
+        "flag on",
+        "calculate_per_token_loss",
+        build={"calculate_per_token_loss": True},
+        shows=lambda sizes: sizes.dp * sizes.cp > 1,
+    ),
+    Mistake(
+        "experts unmarked",
+        "expert ranks",
+        build={"mark_experts": False},
+        shows=lambda sizes: sizes.experts_apart,
+    ),
     Mistake("hook missing", "finalize missing", hook="missing", shows=lambda s: s.world > 1),
     Mistake("finalized twice", "finalize twice", hook="twice"),
     Mistake("counts of one rank", "local counts", weights="local counts", shows=_has_dp),
@@ -64,15 +75,15 @@ MISTAKES = (
 )
 
 
-def plant(mistake: Mistake, audit: Audit, make_flagged: MakeAudit) -> list[Finding]:
+def plant(mistake: Mistake, audit: Audit, make_audit: MakeAudit) -> list[Finding]:
     """Returns the audit's findings with the mistake planted.
 
     Args:
         audit: of the right set-up; it is left as it was.
-        make_flagged: builds the same audit with `calculate_per_token_loss` on.
+        make_audit: builds the same audit, with a mistake's `build`.
     """
-    if mistake.flag:
-        audit = make_flagged()
+    if mistake.build:
+        audit = make_audit(**mistake.build)
     step = ScaledStep(audit, mistake.scale)
     with _hook(audit, mistake.hook):
         return audit.run(step, mistake.weights)[1]

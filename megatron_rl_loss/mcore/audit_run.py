@@ -13,7 +13,14 @@ import torch.distributed as dist
 from ..errors import ContractError
 from ..types import MicroBatch
 from .audit_factors import Factor, factors
-from .audit_gradients import Gradients, Measured, reference_gradients, schedule_gradients
+from .audit_gradients import (
+    Gradients,
+    Measured,
+    data_group,
+    reference_gradients,
+    schedule_gradients,
+    trained_parameters,
+)
 from .audit_probe import (
     make_probe,
     merged,
@@ -39,6 +46,7 @@ class Audit:
         parts: fewest micro-batches that the schedule can run.
         reduction: arguments of `with_loss_weights`.
         tolerance: of factors and residuals.
+        experts_apart: see `Sizes`.
     """
 
     chunks: Sequence[Any]
@@ -48,6 +56,7 @@ class Audit:
     parts: int
     reduction: Mapping[str, Any]
     tolerance: float
+    experts_apart: bool = False
     _references: dict[tuple[str, str], Gradients] = field(default_factory=dict)
 
     def run(
@@ -70,7 +79,8 @@ class Audit:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.groups.dp.size(), self.groups.cp.size(), dist.get_world_size())
+        dp_size, cp_size = self.groups.dp.size(), self.groups.cp.size()
+        return Sizes(dp_size, cp_size, dist.get_world_size(), self.experts_apart)
 
     def set_up_findings(self) -> list[Finding]:
         """Returns what the forward step's own guard would refuse."""
@@ -122,7 +132,7 @@ def make_audit(
 ) -> Audit:
     """Returns an audit with its probe.
 
-    Communicates: one forward pass over the probe.
+    Communicates: one forward pass over the probe, and two numbers.
     """
     parts = groups.pp.size() if len(chunks) > 1 else 1
     count = probe_num_microbatches(groups.dp.size(), groups.cp.size(), parts)
@@ -132,7 +142,16 @@ def make_audit(
         parts,
         **vars(reference_step.head),
     )
-    return Audit(chunks, reference_step, groups, probe, parts, reduction, tolerance)
+    apart = _experts_apart(chunks)
+    return Audit(chunks, reference_step, groups, probe, parts, reduction, tolerance, apart)
+
+
+def _experts_apart(chunks: Sequence[Any]) -> bool:
+    groups = {
+        tuple(dist.get_process_group_ranks(data_group(*p))) for p in trained_parameters(chunks)
+    }
+    # a pipeline stage may be without adapters, and all ranks must come to the same
+    return _largest(len(groups)) > 1
 
 
 def _largest(number: int) -> int:

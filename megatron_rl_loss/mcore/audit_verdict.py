@@ -33,6 +33,11 @@ _POWER_TEXTS = {
     "dp_size in the factor must leave context parallelism out; or a gather over context-parallel "
     "ranks all-reduces in backward",
 }
+_OF_EXPERTS = {"expert", "expert adapter"}
+_EXPERT_TEXT = (
+    "only the experts' gradients are wrong: they are reduced over other ranks than those that hold "
+    "copies of an expert; before DDP is built, each expert's parameter must have allreduce=False"
+)
 _FLAG_TEXT = (
     "gradients are summed over data- and context-parallel ranks instead of averaged: "
     "calculate_per_token_loss is on"
@@ -40,11 +45,19 @@ _FLAG_TEXT = (
 
 
 class Sizes(NamedTuple):
-    """dp_size without context parallelism, cp_size, and all ranks."""
+    """The sizes that a factor can be made of.
+
+    Attributes:
+        dp: dp_size, without context parallelism.
+        cp: cp_size.
+        world: all ranks.
+        experts_apart: experts are reduced over other ranks than the rest that is trained.
+    """
 
     dp: int
     cp: int
     world: int
+    experts_apart: bool = False
 
 
 class Cut(NamedTuple):
@@ -83,7 +96,7 @@ def findings(cuts: Sequence[Cut], sizes: Sizes, tolerance: float) -> list[Findin
     if all(is_right(f, tolerance) for cut in cuts for f in cut.factors.values()):
         return found
     if not found:
-        found = _spreads(cuts, tolerance)
+        found = _expert_ranks(cuts, sizes, tolerance) or _spreads(cuts, tolerance)
     if not found:
         found = _explained(cuts, sizes, tolerance)
     return found or [_unexplained(cuts, tolerance)]
@@ -104,6 +117,17 @@ def _reductions(cuts: Sequence[Cut], sizes: Sizes) -> list[Finding]:
         )
         return [Finding(("finalize missing",), text)]
     return []
+
+
+def _expert_ranks(cuts: Sequence[Cut], sizes: Sizes, tolerance: float) -> list[Finding]:
+    experts = {kind for cut in cuts for kind in cut.factors if kind in _OF_EXPERTS}
+    if not sizes.experts_apart or set(_wrong_kinds(cuts, tolerance)) != experts:
+        return []
+    return [Finding(("expert ranks",), _EXPERT_TEXT)]
+
+
+def _wrong_kinds(cuts: Sequence[Cut], tolerance: float) -> list[str]:
+    return sorted({k for cut in cuts for k, f in cut.factors.items() if not is_right(f, tolerance)})
 
 
 def _spreads(cuts: Sequence[Cut], tolerance: float) -> list[Finding]:
@@ -194,11 +218,9 @@ def _power_text(match: tuple[int, int, int]) -> str:
 
 
 def _unexplained(cuts: Sequence[Cut], tolerance: float) -> Finding:
-    wrong = sorted(
-        {k for cut in cuts for k, f in cut.factors.items() if not is_right(f, tolerance)}
-    )
+    wrong = ", ".join(_wrong_kinds(cuts, tolerance))
     text = (
-        f"the gradients of {', '.join(wrong)} parameters are wrong in a way that no known mistake "
+        f"the gradients of {wrong} parameters are wrong in a way that no known mistake "
         "explains; compare the cuts in the table"
     )
     return Finding(("unexplained",), text)

@@ -53,6 +53,17 @@ def test_one_kind_off_is_no_common_factor():
     assert mistakes(off, off, Sizes(2, 1, 2)) == ["unexplained"]
 
 
+def test_experts_alone_off_are_reduced_over_other_ranks():
+    off = exact(1.0) | {"expert": Factor(0.4, 0.7, 0.0, 0.0)}
+    apart = exact(1.0) | {"expert": Factor(0.5, 0.3, 0.3, 0.0)}
+    sizes = Sizes(2, 1, 2, experts_apart=True)
+    for factors in (off, apart):
+        assert mistakes(factors, factors, sizes) == ["expert ranks"]
+        assert mistakes(factors, factors, Sizes(2, 1, 2)) in (["unexplained"], ["ranks differ"])
+    both = off | {"dense": Factor(0.4, 0.7, 0.0, 0.0)}
+    assert mistakes(both, both, sizes) == ["unexplained"]
+
+
 def test_a_residual_is_not_right_although_the_factor_is_1():
     off = exact(1.0) | {"dense": Factor(1.0, 0.3, 0.0, 0.0)}
     assert mistakes(off, off, Sizes(2, 1, 2)) == ["unexplained"]
@@ -100,6 +111,10 @@ def test_the_number_of_micro_batches_divides_neither_size(dp, cp):
         ("module.output_layer.weight", "embedding"),
         ("module.decoder.layers.0.input_layernorm.weight", "norm"),
         ("module.decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight", "adapter"),
+        (
+            "module.decoder.layers.0.mlp.experts.linear_fc1.adapter.experts.1.lora_a",
+            "expert adapter",
+        ),
         ("module.decoder.layers.0.self_attention.linear_qkv.weight", "dense"),
     ],
 )

@@ -22,7 +22,7 @@ LAYERS = [
     ("report", "rollout_source", "trainer", "between_steps"),
     ("watch_source",),
     ("recipe", "build_rollouts"),
-    ("build", "pretrain"),
+    ("build", "pretrain", "audit_stand_in"),
     ("train", "audit", "plot", "plan"),
     ("cli", "__main__"),
 ]
