@@ -182,4 +182,15 @@ ROLLOUTS = [
     Mistake("export: base weights without training", "build.py", "folder, chunks = Path(config.run.dir) / EXPORT_FOLDER, job.trainer.chunks", "folder, chunks = Path(config.run.dir) / EXPORT_FOLDER, _model_chunks(config, job.spec, __import__('megatron_rl_loss.rollouts.hf_model', fromlist=['x']).load_hf_model(config.model.path)[0].state_dict())", "tests/mcore/test_train.py::test_the_trained_model_is_exported_the_same_from_any_layout"),
 ]  # fmt: skip
 
+AUDITED = "tests/mcore/test_audit.py::"
+AUDITED_EXPERTS = AUDITED + "test_experts_that_ddp_reduces_over_the_dense_ranks_are_named"
+
+AUDIT = [
+    Mistake("audit: the experts' mark is trusted", "mcore/audit_gradients.py", 'return ".experts." in name or not getattr', "return not getattr", AUDITED_EXPERTS),
+    Mistake("audit: experts summed over the dense ranks", "mcore/audit_gradients.py", "    if is_expert(name, parameter):", "    if False:", AUDITED + "test_the_experts_and_adapters_of_a_model_are_audited"),
+    Mistake("audit: fresh adapters", "audit_stand_in.py", "        handle.b.copy_(", "        torch.zeros_like(handle.b).copy_(", AUDITED + "test_an_adapters_a_without_its_tag_is_named"),
+    Mistake("audit: experts not named", "mcore/audit_run.py", "return _largest(len(groups)) > 1", "return False", AUDITED_EXPERTS),
+]  # fmt: skip
+
 MISTAKES = CORE + LAYOUTS + ADAPTERS + CHECKPOINTS + CRITIC_AND_HEAD + EXPERTS_AND_PEFT + ROLLOUTS
+MISTAKES += AUDIT
