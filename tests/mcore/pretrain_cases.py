@@ -9,6 +9,7 @@ statuses.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -39,6 +40,9 @@ def run_case(case: dict[str, Any]) -> list[int]:
             for pid in set(pids) - set(statuses):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # Megatron leaves a process that writes checkpoints
     return [statuses[pid] for pid in pids]
 
 
@@ -46,6 +50,7 @@ def _fork(case: dict[str, Any], rank: int) -> int:
     pid = os.fork()
     if pid:
         return pid
+    os.setpgid(0, 0)
     log = os.open(case["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
