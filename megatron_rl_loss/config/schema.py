@@ -42,7 +42,8 @@ class ModelConfig:
         dtype: of the forward and backward pass, "fp32" or "bf16" (with fp32 master weights).
         recompute: of activations in backward, to save memory: "none", "selective" (the core
             attention) or "full" (each layer).
-        moe_aux_loss_coef: of the experts' load-balancing loss; 0: none.
+        moe_aux_loss_coef: of the experts' load-balancing loss; 0: none. It is Megatron's, a mean of
+            micro-batch values that counts padding: it depends on the cut.
     """
 
     path: str = "smollm2-demo"

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from megatron_rl_loss.errors import WeightsError
+from megatron_rl_loss.rollouts.files import write_rollouts
+from megatron_rl_loss.rollouts.rollout import Rollout
 from tests.mcore import hf_models, jobs
-from tests.mcore.test_train import NUMBERS, model_folder, rollout_file  # noqa: F401
+from tests.mcore.test_train import NUMBERS, model_folder  # noqa: F401
 
 pytest.importorskip("transformers")
 
@@ -31,26 +33,65 @@ def moe_folder(model_folder, tmp_path_factory) -> Path:  # noqa: F811
     return folder
 
 
-@pytest.mark.parametrize("trained", TRAINED)
-def test_ep_2_trains_like_one_rank(trained, moe_folder, rollout_file, tmp_path):  # noqa: F811
-    rows = []
-    for ranks in (1, 2):
+@pytest.fixture(scope="module")
+def even_rollouts(tmp_path_factory) -> Path:
+    """16 rollouts of one length."""
+    ids = torch.randint(0, 60, (16, 9), generator=torch.Generator().manual_seed(3)).tolist()
+    rollouts = [
+        Rollout(row[:4], row[4:], reward=float(i % 4 == 0) + 0.1 * i, group_id=f"p{i // 4}")
+        for i, row in enumerate(ids)
+    ]
+    path = tmp_path_factory.mktemp("rollouts") / "even.jsonl"
+    write_rollouts(path, rollouts)
+    return path
+
+
+# The load-balancing loss is a mean of micro-batch values, and counts padding: it is the same where
+# the micro-batches are, so these layouts have no data ranks and the rollouts one length.
+AUX = "model.moe_aux_loss_coef=0.1"
+PP2 = "parallel.pipeline_model_parallel_size=2"
+LAYOUTS = {
+    "EP 2": (["parallel.expert_model_parallel_size=2"], []),
+    "PP 2": ([PP2], [AUX]),
+    "PP 2, VPP 2": ([PP2, "parallel.virtual_pipeline_model_parallel_size=2"], [AUX]),
+}
+CASES = [("all weights", "EP 2"), ("adapters", "EP 2"), ("all weights", "PP 2")]
+CASES += [("all weights", "PP 2, VPP 2")]
+
+
+@pytest.mark.parametrize(("trained", "layout"), CASES)
+def test_two_ranks_train_experts_like_one(trained, layout, moe_folder, even_rollouts, tmp_path):
+    sizes, both = LAYOUTS[layout]
+    rows, weights = [], []
+    for ranks, settings in ((1, []), (2, sizes)):
         folder = tmp_path / f"{ranks}"
         arguments = [
             "configs/files_example.yaml", f"run.dir={folder}", f"model.path={moe_folder}",
-            f"rollouts.path={rollout_file}", "rollouts.per_step=8", "batch.micro_batch_size=2",
+            f"rollouts.path={even_rollouts}", "rollouts.per_step=8", "batch.micro_batch_size=2",
             "batch.mini_batches_per_step=2", "loss.kl_coef=0.1", "optimizer.lr=1e-3",
-            "optimizer.eps=1e-3", "logging.plot=false",
-            f"parallel.expert_model_parallel_size={ranks}", *TRAINED[trained],
+            "optimizer.eps=1e-3", "logging.plot=false", "run.export=true",
+            *settings, *both, *TRAINED[trained],
         ]  # fmt: skip
         jobs.run(arguments, tmp_path / f"{ranks}.log", ranks)
         rows.append(jobs.metrics(folder))
+        weights.append(exported(folder))
     alone, together = rows
     assert [row["step"] for row in together] == [1, 2]
     for a, b in zip(alone, together, strict=True):
         for name in [*NUMBERS, "ratio_max", "grad_norm"]:
             assert b[name] == pytest.approx(a[name], rel=5e-5, abs=1e-6), name
     assert together[1]["kl"] > 0
+    for name, weight in weights[0].items():  # four steps move a weight by up to 4e-3
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-5, atol=5e-6, msg=name)
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    files = sorted((folder / "export").glob("*.safetensors"))
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert any("expert" in name for name in found)
+    return found
 
 
 def test_ep_2_samples_from_the_merged_weights_that_it_trains(moe_folder, tmp_path):
