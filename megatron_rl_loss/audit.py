@@ -175,11 +175,12 @@ def _stand_in_audit(config: Config, policy_only: bool = False, **overrides: Any)
 def _model_audit(config: Config, policy_only: bool = False) -> Audit:
     from .build import build_trainer
     from .mcore.model_spec import model_spec_from_hf
-    from .rollouts.hf_model import load_hf_model
+    from .rollouts.hf_model import read_base_model
 
-    hf_model, _ = load_hf_model(config.model.path)
-    spec = model_spec_from_hf(hf_model.config)
-    chunks = build_trainer(config, spec, hf_model.state_dict()).chunks
+    has_critic = config.advantage.estimator == "gae"
+    base = read_base_model(config.model.path, in_memory=has_critic)
+    spec = model_spec_from_hf(base.hf_config)
+    chunks = build_trainer(config, spec, base.weights).chunks
     return _audit_of(config, chunks, spec, policy_only)
 
 

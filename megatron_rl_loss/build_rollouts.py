@@ -17,6 +17,7 @@ from .mcore.model_spec import ModelSpec
 from .mcore.weights import export_hf_weights, save_hf_checkpoint
 from .rollout_source import FileRollouts, RolloutSource, SampledRollouts, StreamedRollouts
 from .rollouts.files import RolloutFiles
+from .rollouts.hf_model import BaseModel
 from .rollouts.inbox import Inbox
 from .rollouts.prompts import PromptFile, PromptSource
 from .rollouts.rewards import ReasoningGymTask, RewardFn, load_reward_fn
@@ -28,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_source(
-    config: Config, spec: ModelSpec, chunks: Sequence[Any], hf_model: Any, tokenizer: Any
+    config: Config, spec: ModelSpec, chunks: Sequence[Any], base: BaseModel
 ) -> RolloutSource:
     """Returns the source that `rollouts.source` names.
 
@@ -37,23 +38,22 @@ def build_source(
         spec: of the model.
         chunks: the model that is trained; a sampler, and an engine that is watched, get its
             weights.
-        hf_model: samples, and is changed to `sampler.dtype`.
-        tokenizer: its.
+        base: what the run starts from; its `hf_model` samples, and is changed to `sampler.dtype`.
     """
     if config.rollouts.source in ("files", "stream"):
         return build_file_source(config, spec)
     if config.rollouts.source == "watch":
-        return build_watch_source(config, spec, chunks, hf_model.config)
-    return build_sampled_source(config, spec, chunks, hf_model, tokenizer)
+        return build_watch_source(config, spec, chunks, base.hf_config)
+    return build_sampled_source(config, spec, chunks, base)
 
 
 def build_sampled_source(
-    config: Config, spec: ModelSpec, chunks: Sequence[Any], hf_model: Any, tokenizer: Any
+    config: Config, spec: ModelSpec, chunks: Sequence[Any], base: BaseModel
 ) -> SampledRollouts:
     prompts, reward_fn = build_task(config)
     sampler = Sampler(
-        hf_model.to(DTYPES[config.sampler.dtype]),
-        tokenizer,
+        base.hf_model.to(DTYPES[config.sampler.dtype]),
+        base.tokenizer,
         max_new_tokens=config.sampler.max_new_tokens,
         temperature=config.sampler.temperature,
         samples_per_prompt=config.sampler.samples_per_prompt,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +37,37 @@ def load_hf_model(
     if str(name_or_path) == DEMO_MODEL:
         return _load_demo_model(dtype)
     return _from_pretrained(Path(name_or_path), dtype)
+
+
+class BaseModel(NamedTuple):
+    """What a run starts from.
+
+    Attributes:
+        hf_config: its Hugging Face configuration, an object or a dict.
+        weights: a folder to read tensors from, or whole tensors by name.
+        hf_model, tokenizer: None where the model is not run by Transformers.
+    """
+
+    hf_config: Any
+    weights: Path | dict[str, torch.Tensor]
+    hf_model: Any = None
+    tokenizer: Any = None
+
+
+def read_base_model(name_or_path: str | Path, *, in_memory: bool) -> BaseModel:
+    """Returns the model; of a folder with safetensors only the configuration, unless `in_memory`.
+
+    Each rank then reads the tensors that it needs, and no host holds a copy per rank.
+
+    Raises:
+        InputError: as `load_hf_model`.
+    """
+    check_hf_model(name_or_path)
+    folder = Path(name_or_path)
+    if not in_memory and any(folder.glob("*.safetensors")):
+        return BaseModel(json.loads((folder / "config.json").read_text("utf-8")), folder)
+    hf_model, tokenizer = load_hf_model(name_or_path)
+    return BaseModel(hf_model.config, hf_model.state_dict(), hf_model, tokenizer)
 
 
 def check_hf_model(name_or_path: str | Path) -> None:

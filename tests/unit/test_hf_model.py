@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl_loss.errors import InputError
 from megatron_rl_loss.rollouts import hf_model
-from megatron_rl_loss.rollouts.hf_model import DEMO_MODEL, load_hf_model
+from megatron_rl_loss.rollouts.hf_model import DEMO_MODEL, load_hf_model, read_base_model
 
 
 def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +72,14 @@ def test_checkpoint_folder_is_loaded_with_its_tokenizer_in_the_asked_dtype(tmp_p
     assert tokenizer("two one")["input_ids"] == [1, 0]
     assert not model.training and model.dtype is torch.bfloat16
     assert torch.equal(model.lm_head.weight, saved.lm_head.weight.bfloat16())
+
+
+def test_a_model_that_is_not_run_here_stays_on_disk(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    base = read_base_model(tmp_path, in_memory=False)
+    assert base.hf_config["hidden_size"] == 8 and base.weights == tmp_path
+    assert base.hf_model is None and base.tokenizer is None
