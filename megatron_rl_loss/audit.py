@@ -173,12 +173,10 @@ def _stand_in_audit(config: Config, policy_only: bool = False, **overrides: Any)
 
 
 def _model_audit(config: Config, policy_only: bool = False) -> Audit:
-    from .build import build_trainer
+    from .build import base_model, build_trainer
     from .mcore.model_spec import model_spec_from_hf
-    from .rollouts.hf_model import read_base_model
 
-    has_critic = config.advantage.estimator == "gae"
-    base = read_base_model(config.model.path, in_memory=has_critic)
+    base = base_model(config)
     spec = model_spec_from_hf(base.hf_config)
     chunks = build_trainer(config, spec, base.weights).chunks
     return _audit_of(config, chunks, spec, policy_only)

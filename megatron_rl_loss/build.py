@@ -28,7 +28,7 @@ from .mcore.weights import load_hf_weights, save_hf_checkpoint
 from .ppo import PPO, AdaptiveCoefs, make_coefs, make_ppo
 from .recipe import build_estimator, lora_settings, parallel_sizes, step_settings
 from .rollout_source import RolloutSource
-from .rollouts.hf_model import check_hf_model, read_base_model
+from .rollouts.hf_model import BaseModel, check_hf_model, read_base_model
 from .trainer import Trainer
 
 EXPORT_FOLDER = "export"
@@ -51,13 +51,18 @@ def build_job(config: Config) -> Job:
     Communicates: every rank must call it with the same config.
     """
     start_ranks(**parallel_sizes(config), seed=config.run.seed)
-    samples, has_critic = config.rollouts.source == "sampler", config.advantage.estimator == "gae"
-    base = read_base_model(config.model.path, in_memory=samples or has_critic)
+    base = base_model(config, samples=config.rollouts.source == "sampler")
     spec = model_spec_from_hf(base.hf_config)
     trainer = build_trainer(config, spec, base.weights)
     source = build_source(config, spec, trainer.chunks, base)
     checkpoints = build_checkpointer(config, spec, trainer, source)
     return Job(trainer, source, spec, base.hf_config, checkpoints)
+
+
+def base_model(config: Config, *, samples: bool = False) -> BaseModel:
+    """Returns what training starts from: in memory where it samples, or a critic is made of it."""
+    has_critic = config.advantage.estimator == "gae"
+    return read_base_model(config.model.path, in_memory=samples or has_critic)
 
 
 def export_trained(config: Config, job: Job) -> Path:
