@@ -26,6 +26,8 @@ RECOMPUTE = {
     "recompute_num_layers": 1,
 }
 
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class MoeLayout:
@@ -41,6 +43,8 @@ class MoeLayout:
     fillers: int = 0  # micro-batches without a trained token, on each rank
     expert_bias: bool = False
     recompute: bool = False
+    top_k: int = 2
+    weights_in_bf16: bool = False  # the weights' values, whatever dtype the model runs in
 
 
 @dataclass
@@ -177,7 +181,7 @@ def moe_config(layout: MoeLayout) -> Any:
         expert_tensor_parallel_size=layout.etp,
         num_moe_experts=NUM_EXPERTS,
         moe_layer_freq=[0, 1],
-        moe_router_topk=2,
+        moe_router_topk=layout.top_k,
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=layout.aux_loss_coef,
         moe_z_loss_coeff=layout.z_loss_coef or None,
@@ -187,6 +191,7 @@ def moe_config(layout: MoeLayout) -> Any:
         moe_router_enable_expert_bias=layout.expert_bias,
         moe_router_score_function="sigmoid" if layout.expert_bias else "softmax",
         moe_router_bias_update_rate=0.01,
+        **BF16 if base.bf16 else {},
         **RECOMPUTE if layout.recompute else {},
     )
 
@@ -219,7 +224,7 @@ def named_parameters(model: Any) -> dict[str, tuple[int, int, Any]]:
     )
     found = {}
     for name, parameter in model.named_parameters():
-        name = name.removeprefix("module.")
+        name = re.sub(r"^(module\.)+", "", name)
         expert = re.search(r"local_experts\.(\d+)\.", name)
         rank = state.get_tensor_model_parallel_rank()
         if expert:
@@ -251,4 +256,6 @@ def made_weight(name: str, index: int, dim: int, parameter: Any, layout: MoeLayo
     whole = torch.randn(shape, generator=generator) * 0.2
     if "norm" in name:
         whole = 1 + whole
+    if layout.weights_in_bf16:
+        whole = whole.bfloat16()
     return whole.chunk(shards, dim=dim)[index]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.mcore.harness import Layout, assert_close, plan_of, replace
-from tests.mcore.moe_harness import MoeLayout, MoeOutcome, train_moe
+from tests.mcore.moe_harness import NUM_EXPERTS, MoeLayout, MoeOutcome, train_moe
 
 BOUND = 1e-5
+BF16_BOUND = 0.046
 BASE = Layout(settings={"kl_coef": 0.1, "entropy_coef": 0.01})
 WHOLE = MoeLayout(BASE)
 CUTS = {
@@ -50,6 +51,40 @@ def test_policy_gradient_of_dense_expert_and_router_weights_equals_one_rank(cut)
 def test_distributed_optimizer_with_experts_takes_the_same_step():
     layout = MoeLayout(replace(BASE, dp=4, distributed_optimizer=True), ep=2)
     assert_close(train_moe(layout).parameters, outcome("one rank").parameters, BOUND)
+
+
+# all experts of each token: which ones the router prefers must not depend on a rounding
+BF16 = MoeLayout(replace(BASE, bf16=True), top_k=NUM_EXPERTS, weights_in_bf16=True)
+BF16_CUTS = {
+    "one rank": BF16,
+    "micro-batches of 1": replace(BF16, base=replace(BF16.base, micro_batch_size=1)),
+    "DP 2, EP 2": replace(BF16, base=replace(BF16.base, dp=2), ep=2),
+    "TP 2, SP, EP 2": replace(BF16, base=replace(BF16.base, tp=2, sequence_parallel=True), ep=2),
+    "expert-TP 2": replace(BF16, base=replace(BF16.base, tp=2, sequence_parallel=True), etp=2),
+    "CP 2, EP 2": replace(BF16, base=replace(BF16.base, cp=2), ep=2),
+}
+
+
+@functools.cache
+def fp32_outcome() -> MoeOutcome:
+    return train_moe(replace(BF16, base=BASE))
+
+
+@pytest.mark.parametrize("cut", BF16_CUTS)
+def test_bf16_gradient_equals_fp32_within_the_rounding_of_bf16(cut):
+    """Against one rank in fp32 with the same bf16 weights; the router's gradient too.
+
+    Bound: as derived in `test_layouts.py`, n roundings on the way to a gradient err like a random
+    walk, sqrt(n) * 2^-9. The dense layer counts 14 each way; in the layer with experts the router's
+    product, its probabilities, the weighting and the sum over experts come on top, 18. Twice over
+    for a weight gradient's two factors, and the head: n = 2 * (2 * (14 + 18) / 2 + 2) * 2 = 136.
+    sqrt(136) * 2^-9 = 0.023; the bound is twice that, 0.046.
+    """
+    result, want = train_moe(BF16_CUTS[cut]), fp32_outcome()
+    assert_close(result.gradients, want.gradients, BF16_BOUND)
+    assert result.metrics["num_tokens"] == want.metrics["num_tokens"]
+    for name in ("loss", "entropy", "kl", "grad_norm"):
+        assert result.metrics[name] == pytest.approx(want.metrics[name], rel=BF16_BOUND), name
 
 
 AUX = MoeLayout(
