@@ -94,13 +94,20 @@ def head_mcore(hidden, weight, labels, entropy, group):
     return mcore(hidden @ weight.t(), labels, entropy, group)
 
 
-def head_torch(hidden, weight, labels, entropy, group):
+def head_torch(hidden, weight, labels, entropy, group, **options):
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
     loss = torch.nn.functional.linear_cross_entropy(
-        hidden, weight, labels, reduction="none", options=LinearCrossEntropyOptions()
+        hidden, weight, labels, reduction="none", options=LinearCrossEntropyOptions(**options)
     )
     return -loss, None
+
+
+def head_torch_compact(hidden, weight, labels, entropy, group):
+    """torch's faster setting on CPUs with 16-bit matrix instructions; its default avoids them."""
+    return head_torch(
+        hidden, weight, labels, entropy, group, acc_policy="compact", batch_chunk_size=512
+    )
 
 
 def head_liger(hidden, weight, labels, entropy, group):
@@ -160,11 +167,17 @@ HIDDEN: dict[str, tuple[Run, bool, bool]] = {
     "ours_kept": (head_ours_kept, True, True),
     "floor": (floor, True, False),
     "torch_linear_ce": (head_torch, False, False),
+    "torch_linear_ce_compact": (head_torch_compact, False, False),
     "mcore": (head_mcore, False, False),
     "liger_fallback": (head_liger, True, True),
 }
 SELF = "ours ours_eager ours_blocks ours_small_blocks ours_kept floor torch_ce torch_log_softmax"
-NEEDS = {"mcore_fused": "megatron", "torch_linear_ce": "torch", "liger_fallback": "liger_kernel"}
+NEEDS = {
+    "mcore_fused": "megatron",
+    "torch_linear_ce": "torch",
+    "torch_linear_ce_compact": "torch",
+    "liger_fallback": "liger_kernel",
+}
 
 
 @functools.cache
