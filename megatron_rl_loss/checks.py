@@ -91,20 +91,35 @@ def per_token(name: str, tensor: Tensor, loss_mask: Tensor) -> Tensor:
     )
 
 
+def at_entries(loss_mask: Tensor, tensor: Tensor) -> Tensor:
+    """Returns the mask for a tensor of its shape, or with k entries per position: [rows, S, k]."""
+    return loss_mask if tensor.dim() == loss_mask.dim() else loss_mask.unsqueeze(-1)
+
+
 def check_log_probs(name: str, tensor: Tensor, loss_mask: Tensor) -> None:
     """Raises `InputError` naming the first trained position whose log-prob is above 0.
 
     Reads a value, so it waits for the device; call it on CPU tensors.
     """
-    bad = loss_mask & (tensor > MAX_LOG_PROB)
+    bad = at_entries(loss_mask, tensor) & (tensor > MAX_LOG_PROB)
     if not bool(bad.any()):
         return
-    row, position = (int(x) for x in bad.nonzero()[0])
+    at = bad.nonzero()[0]
     raise InputError(
-        f"{name} is {tensor[row, position].item():.6g} at row {row}, position {position}, but a "
+        f"{name} is {tensor[tuple(at)].item():.6g} at {place(at)}, but a "
         "log-prob is at most 0. Pass natural logarithms of probabilities, not probabilities, "
         "negated log-probs or logits."
     )
+
+
+def place(at: Tensor) -> str:
+    """Says where an entry of [rows, S] or [rows, S, k] is.
+
+    >>> place(torch.tensor([2, 5])), place(torch.tensor([2, 5, 0]))
+    ('row 2, position 5', 'row 2, position 5, entry 0')
+    """
+    names = ("row", "position", "entry")
+    return ", ".join(f"{name} {i}" for name, i in zip(names, at.tolist()))
 
 
 def check_finite(name: str, tensor: Tensor, loss_mask: Tensor) -> None:

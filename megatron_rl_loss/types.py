@@ -25,6 +25,9 @@ PER_TOKEN_FLOAT_FIELDS = (
     "old_values",
     "rollout_is_weights",
 )
+# [rows, S, k]: k entries per token; the ids say which tokens `token_log_probs` are wanted of
+TOKEN_IDS_FIELD = "teacher_top_ids"
+PER_TOKEN_SET_FIELDS = (TOKEN_IDS_FIELD, "teacher_top_log_probs")
 LOG_PROB_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs")
 # may also be [rows]: one value for the whole sequence
 PER_ROW_OR_TOKEN_FIELDS = ("loss_weights", "advantages", "returns", "rollout_is_weights")
@@ -32,7 +35,12 @@ MASK_FIELDS = ("loss_mask", "attention_mask")
 ROW_FIELDS = ("group_ids",)
 PACKING_FIELDS = ("cu_seqlens", "cu_seqlens_padded")
 MICRO_BATCH_FIELDS = (
-    TOKEN_FIELDS + MASK_FIELDS + PER_TOKEN_FLOAT_FIELDS + ROW_FIELDS + PACKING_FIELDS
+    TOKEN_FIELDS
+    + MASK_FIELDS
+    + PER_TOKEN_FLOAT_FIELDS
+    + PER_TOKEN_SET_FIELDS
+    + ROW_FIELDS
+    + PACKING_FIELDS
 )
 
 # Foreign spelling -> glossary name. The only place where other projects' names may appear.
@@ -79,7 +87,7 @@ def glossary_names(micro_batch: Mapping[str, Any]) -> MicroBatch:
 
 def check_same_fields(name: str, mappings: Sequence[Any]) -> None:
     """Raises `InputError` unless the fields that are never derived are in all dicts or in none."""
-    fields = {*PER_TOKEN_FLOAT_FIELDS, *ROW_FIELDS}
+    fields = {*PER_TOKEN_FLOAT_FIELDS, *PER_TOKEN_SET_FIELDS, *ROW_FIELDS}
     for i, mapping in enumerate(mappings):
         different = (set(mapping) ^ set(mappings[0])) & fields
         if different:

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from megatron_rl_loss.logprobs.vocab_parallel import vocab_parallel_log_probs
-from megatron_rl_loss.losses.objective import Objective
+from megatron_rl_loss.losses.objective import Objective, is_of_set
 from megatron_rl_loss.losses.presets import PRESETS, preset_objective
 from megatron_rl_loss.losses.value import ValueObjective
 
 ROWS = 16
 PIECE = 1024  # tokens whose logits are held at a time; those of 16k x 32k tokens take 2 GB
+TOP_K = 64  # a teacher's tokens per position
 LIMIT = 0.02
 
 
@@ -78,8 +80,15 @@ def log_probs_run(vocab_size: int) -> Callable[[], None]:
 def loss_run(objective: Objective, num_tokens: int) -> Callable[[], None]:
     shape, loss_mask, weights = made_batch(num_tokens)
     log_probs = (-1.5 + 0.3 * torch.randn(shape)).requires_grad_()
-    tensors = {name: -1.5 + 0.3 * torch.randn(shape) for name in objective.needs}
-    return lambda: objective(log_probs, None, tensors, loss_mask, weights)[0].backward()
+    tensors = {
+        name: -1.5 + 0.3 * torch.randn((*shape, TOP_K) if is_of_set(name) else shape)
+        for name in objective.needs
+    }
+    others: dict = {}
+    if objective.spec.reads_token_set:
+        others["token_log_probs"] = torch.randn(*shape, TOP_K).sub(8.0).requires_grad_()
+    step = partial(objective, log_probs, None, tensors, loss_mask, weights, **others)
+    return lambda: step()[0].backward()
 
 
 def value_run(num_tokens: int) -> Callable[[], None]:

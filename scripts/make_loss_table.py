@@ -111,22 +111,37 @@ my_loss.homogeneous = True  # w * l(A) == l(w * A); leave it out if unsure
 
 Positional parameters are tensors of the micro-batch by name, masked positions already 0;
 `loss_mask` and `sequences` (sums over whole sequences, packed or split over ranks) may be asked
-for too; keyword-only parameters are settings. Pass the function, or `"my_pkg.my_mod:my_loss"` from
-a config. `losses.contract_check.check_loss(my_loss)` tells what is wrong with it, if anything.
+for too, and `token_log_probs` (see above); keyword-only parameters are settings. Pass the
+function, or `"my_pkg.my_mod:my_loss"` from a config. `losses.contract_check.check_loss(my_loss)`
+tells what is wrong with it, if anything.
+"""
+
+DISTILLATION = """
+## Distillation from a teacher's top k
+
+`top_k_distillation` reads two fields of k entries per label: `teacher_top_ids` [rows, S, k] int
+and `teacher_top_log_probs` [rows, S, k] float, normalised over the whole vocabulary, which both
+models share. k is the same in all micro-batches; where a position has fewer tokens, fill up with
+any token and the log-prob -inf. The forward step takes the student's log-probs of these tokens in
+the same pass as the labels', also over vocabulary shards and with the fused head, and cuts, packs
+and slices the fields with the rows. Metric: `teacher_mass`, the mean probability that the teacher
+gives the k tokens. `kl_coef` and `entropy_coef` work beside it.
+
+`with_rest=true` adds all other tokens as one. Without it the loss is least where the student
+gives the k tokens everything, p_k = q_k / Q, not at the teacher.
+
+A loss of your own may ask for `token_log_probs` too, beside `log_probs` and
+`teacher_top_log_probs`.
 """
 
 NEIGHBOURS = """
-## Neighbours that are functions, not losses of the table
+## A neighbour that is no loss of the table
 
 * **DPO**: -log sigmoid of a difference of two sequences is not a weighted sum of per-token
   losses, and a pair may be cut apart. Its gradient is one: `ops.preferences.dpo_advantages` makes
   advantages from the responses' log-prob sums (one more forward pass, `token_log_probs`), for
   `policy_gradient` with `seq_mean_token_sum_norm`, max_seq_len=1. Exact for one optimizer step
   per forward pass.
-* **Top-k forward KL to a teacher**: `losses.distillation.top_k_forward_kl` on the log-probs of
-  the teacher's tokens, which `vocab_parallel_outputs(logits, token_ids=...)` gives, also over
-  vocabulary shards. The forward step hands losses one log-prob per token, so it takes a step of
-  your own.
 """
 
 LEFT_OUT = """
@@ -172,7 +187,7 @@ def strange_files() -> list[Path]:
 def document() -> str:
     parts = [INTRO, loss_table(), MICRO_BATCH_NOTE, "## Formulas and sources\n", formulas()]
     parts += [preset_section(), advantage_section(), kl_section(), correction_section()]
-    parts += [CRITIC, NEIGHBOURS, CHOICES, OWN_LOSS, LEFT_OUT]
+    parts += [CRITIC, DISTILLATION, NEIGHBOURS, CHOICES, OWN_LOSS, LEFT_OUT]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
 
 

@@ -143,6 +143,18 @@ CRITIC_AND_HEAD = [
     Mistake("DPO: half the advantage", "ops/preferences.py", "return (2.0 * beta * sign", "return (beta * sign", "tests/unit/test_preferences.py"),
 ]  # fmt: skip
 
+TOP_K = "tests/mcore/test_top_k_distillation.py"
+TOP_K_CUT = TOP_K + "::test_gradient_and_metrics_equal_the_reference_for_any_cut"
+
+DISTILLATION = [
+    Mistake("teacher: ids not sliced over CP", "parallel/token_batch.py", "for name, value in vars(batch).items() if isinstance(value, Tensor)", 'for name, value in vars(batch).items() if isinstance(value, Tensor) and name != "token_ids"', f"{TOP_K_CUT}[CP 2]"),
+    Mistake("teacher: ids without the shard's offset", "logprobs/row_function.py", "local = ids - shard.start", "local = torch.cat([ids[:, :1] - shard.start, ids[:, 1:]], 1)", f"{TOP_K_CUT}[TP 2]"),
+    Mistake("teacher: log-probs of unused entries counted", "losses/distillation.py", "torch.where(used, log_p.exp(), 0.0).sum(-1)", "log_p.exp().sum(-1)", "tests/unit/test_top_k_distillation.py"),
+    Mistake("teacher: masked entries kept", "losses/objective.py", "mask = loss_mask.unsqueeze(-1) if is_of_set(name) else loss_mask", "mask = torch.ones_like(value, dtype=torch.bool) if is_of_set(name) else loss_mask", "tests/unit/test_top_k_distillation.py"),
+    Mistake("teacher: rows of the fused head mixed up", "mcore/fused_head.py", "token_ids.transpose(0, 1)", "token_ids.reshape(token_ids.shape[1], token_ids.shape[0], -1)", f"{TOP_K_CUT}[head in blocks]"),
+    Mistake("teacher: entropy taken for a token's log-prob", "mcore/fused_head.py", "own = 2 if with_entropy else 1", "own = 1", f"{TOP_K_CUT}[head in blocks]"),
+]  # fmt: skip
+
 EXPERTS = "tests/mcore/test_moe_weights.py"
 EXPERT_BITS = EXPERTS + "::test_qwen3_moe_gives_hugging_faces_logits_and_its_bits_back"
 PEFT = "tests/mcore/test_peft.py"
@@ -193,4 +205,4 @@ AUDIT = [
 ]  # fmt: skip
 
 MISTAKES = CORE + LAYOUTS + ADAPTERS + CHECKPOINTS + CRITIC_AND_HEAD + EXPERTS_AND_PEFT + ROLLOUTS
-MISTAKES += AUDIT
+MISTAKES += AUDIT + DISTILLATION

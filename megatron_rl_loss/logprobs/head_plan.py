@@ -93,17 +93,17 @@ def make_head_plan(
     labels: Tensor,
     loss_mask: Tensor | None,
     *,
-    tp_group: Any,
-    sequence_parallel: bool,
-    temperature: float,
-    with_entropy: bool,
-    vocab_size: int | None,
-    memory_budget_bytes: int,
-    block_size: int | None,
-    accumulate_main_grad: bool,
-    backend: str | None,
+    tp_group: Any = None,
+    sequence_parallel: bool = False,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    vocab_size: int | None = None,
+    memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    block_size: int | None = None,
+    accumulate_main_grad: bool = False,
+    backend: str | None = None,
 ) -> HeadPlan:
-    """Checks one call's arguments and decides how it runs.
+    """Checks one call's arguments (see `lm_head.linear_log_probs`) and decides how it runs.
 
     Raises:
         InputError: shapes, dtypes or settings do not fit.

@@ -137,16 +137,23 @@ def check_temperature(temperature: float) -> float:
     return float(temperature)
 
 
-def check_label_values(labels: Tensor, loss_mask: Tensor, vocab_size: int) -> None:
-    """Raises InputError where a trained position's label is not a token; reads the values."""
-    trained = loss_mask.bool()
+def check_label_values(
+    labels: Tensor, loss_mask: Tensor, vocab_size: int, name: str = "label"
+) -> None:
+    """Raises InputError where a trained position's label is not a token; reads the values.
+
+    Args:
+        labels: shape of loss_mask, or with a last dimension more: several ids per position.
+        name: of one id, for the message.
+    """
+    trained = loss_mask.bool().view(*loss_mask.shape, *[1] * (labels.ndim - loss_mask.ndim))
     bad = trained & ((labels < 0) | (labels >= vocab_size))
     if bad.any():
         where = tuple(bad.nonzero()[0].tolist())
         raise InputError(
-            f"label {labels[where].item()} at trained position {list(where)} is outside the "
-            f"vocabulary 0..{vocab_size - 1} ({int(bad.sum())} such label(s)); mask the position "
-            "or correct labels / vocab_size."
+            f"{name} {labels[where].item()} at trained position {list(where)} is outside the "
+            f"vocabulary 0..{vocab_size - 1} ({int(bad.sum())} such {name}(s)); mask the position "
+            f"or correct {name}s / vocab_size."
         )
 
 

@@ -21,10 +21,10 @@ from .head_blocks import (
     block_logits,
 )
 from .head_plan import DEFAULT_BUDGET_BYTES, HeadPlan, make_head_plan
-from .inputs import check_label_values, check_log_prob_values
+from .inputs import check_log_prob_values, check_token_ids
 from .row_function import Softmax, id_log_probs, reduce_statistics, shard_ids
 from .rows_eager import LOWEST, compute_dtype
-from .vocab_parallel import keep_trained
+from .vocab_parallel import VocabOutputs, check_ids, keep_trained
 
 
 def linear_log_probs(
@@ -76,24 +76,57 @@ def linear_log_probs(
         must not pass through another reducing region first. The weight's gradient is written once
         per block.
     """
-    plan = make_head_plan(
-        hidden, weight, labels, loss_mask, tp_group=tp_group, sequence_parallel=sequence_parallel,
+    outputs = linear_outputs(
+        hidden, weight, labels, tp_group=tp_group, sequence_parallel=sequence_parallel,
         temperature=temperature, with_entropy=with_entropy, vocab_size=vocab_size,
-        memory_budget_bytes=memory_budget_bytes, block_size=block_size,
-        accumulate_main_grad=accumulate_main_grad, backend=backend,
+        loss_mask=loss_mask, memory_budget_bytes=memory_budget_bytes, block_size=block_size,
+        accumulate_main_grad=accumulate_main_grad, backend=backend, debug=debug,
     )  # fmt: skip
-    if loss_mask is not None and (debug or not labels.is_cuda):
-        check_label_values(labels, loss_mask, plan.shard.vocab_size)
-    log_probs, entropy = LinearLogProbs.apply(hidden, weight, labels.long().reshape(-1, 1), plan)
-    log_probs = keep_trained(log_probs.view(labels.shape), loss_mask)
+    return outputs.log_probs, outputs.entropy
+
+
+def linear_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    token_ids: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    debug: bool = False,
+    **settings: Any,
+) -> VocabOutputs:
+    """What `linear_log_probs` gives, and the log-probs of other tokens, in the same passes.
+
+    Args:
+        token_ids: [..., K] int64 global ids, constant, or None; `token_log_probs` of the result
+            are theirs.
+        hidden, weight, labels, loss_mask, debug, settings: as in `linear_log_probs`.
+
+    Returns:
+        `VocabOutputs` without argmax and top-k.
+
+    Communicates: as there, the SUM all-reduce with K rows more.
+    """
+    plan = make_head_plan(hidden, weight, labels, loss_mask, **settings)
+    ids = labels.long().reshape(-1, 1)
+    if token_ids is not None:
+        check_token_ids("token_ids", token_ids, (*labels.shape, token_ids.shape[-1]))
+        ids = torch.cat([ids, token_ids.long().reshape(len(ids), -1)], 1)
+    check_ids(labels, token_ids, loss_mask, plan.shard.vocab_size, debug)
+    values, entropy = LinearLogProbs.apply(hidden, weight, ids, plan)
+    others = None
+    if token_ids is not None:
+        values, others = values.split([1, token_ids.shape[-1]], 1)
+        others = keep_trained(others.reshape(token_ids.shape), loss_mask)
+    log_probs = keep_trained(values.reshape(labels.shape), loss_mask)
     entropy = None if entropy is None else keep_trained(entropy.view(labels.shape), loss_mask)
     if debug:
         check_log_prob_values(log_probs, loss_mask)
-    return log_probs, entropy
+    return VocabOutputs(log_probs=log_probs, entropy=entropy, token_log_probs=others)
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """(hidden [..., H], weight [V_local, H], ids [N, 1], plan) -> (log_probs [N], entropy [N])."""
+    """(hidden [..., H], weight [V_local, H], ids [N, K], plan) -> (log-probs [N, K], entropy)."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, ids: Tensor, plan: HeadPlan):
@@ -105,7 +138,7 @@ class LinearLogProbs(torch.autograd.Function):
         ctx.plan, ctx.logits = plan, logits if keep else None
         ctx.set_materialize_grads(False)
         exists = shard_ids(ids, plan.shard, weight.shape[0]).exists
-        log_probs = id_log_probs(softmax, z_ids, exists, plan.inv_temperature)[:, 0]
+        log_probs = id_log_probs(softmax, z_ids, exists, plan.inv_temperature)
         return log_probs, None if softmax.entropy is None else softmax.entropy.clone()
 
     @staticmethod
@@ -124,8 +157,6 @@ class LinearLogProbs(torch.autograd.Function):
             z_ids,
             ctx.plan,
         )
-        if grad_log_probs is not None:
-            grad_log_probs = grad_log_probs[:, None]
         wanted = ctx.needs_input_grad[:2]
         grad_hidden, grad_weight = run(grad_log_probs, grad_entropy, logits, *wanted)
         if grad_hidden is not None:

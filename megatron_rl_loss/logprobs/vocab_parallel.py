@@ -140,7 +140,8 @@ def vocab_parallel_outputs(
 
     Args:
         labels: as there, or None: then log_probs and is_argmax are None.
-        token_ids: [..., K] int64 global ids, constant; the same id may appear twice.
+        token_ids: [..., K] int64 global ids, constant; the same id may appear twice. Checked as
+            labels are.
         top_k: how many of the most probable tokens to return; finding them reads the logits a
             second time.
 
@@ -150,8 +151,7 @@ def vocab_parallel_outputs(
     check_inputs(logits, labels, token_ids, loss_mask)
     shard = vocab_shard(logits.shape[-1], vocab_size, tp_group)
     temperature = check_temperature(temperature)
-    if labels is not None and loss_mask is not None and (debug or not labels.is_cuda):
-        check_label_values(labels, loss_mask, shard.vocab_size)
+    check_ids(labels, token_ids, loss_mask, shard.vocab_size, debug)
     layout = row_layout(logits)
     if layout is None:
         logits = logits.contiguous()
@@ -214,6 +214,19 @@ def check_inputs(
                 f"{list(logits.shape)}, got {list(token_ids.shape)}."
             )
         check_token_ids("token_ids", token_ids, (*logits.shape[:-1], token_ids.shape[-1]))
+
+
+def check_ids(
+    labels: Tensor | None,
+    token_ids: Tensor | None,
+    loss_mask: Tensor | None,
+    vocab_size: int,
+    debug: bool,
+) -> None:
+    """Raises InputError where a trained position's ids are not tokens; on GPUs if debug."""
+    for ids, name in ((labels, "label"), (token_ids, "token_id")):
+        if ids is not None and loss_mask is not None and (debug or not ids.is_cuda):
+            check_label_values(ids, loss_mask, vocab_size, name)
 
 
 def check_top_k(top_k: int, shard: VocabShard) -> None:

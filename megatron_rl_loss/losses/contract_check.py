@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..ops.sequences import Sequences
-from ..types import PER_TOKEN_FLOAT_FIELDS, TokenLoss
+from ..types import PER_TOKEN_FLOAT_FIELDS, PER_TOKEN_SET_FIELDS, TokenLoss
 from .objective import Objective
 
 _ROWS, _LENGTH = 4, 6  # unequal, so that a broadcast of rows over positions shows
+_ENTRIES = 3
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,19 @@ class _Trial:
             if name == "entropy":
                 values = values.abs()
             self.tensors[name] = torch.where(self.mask, values, 0.0)
+        for name in ("token_log_probs", *PER_TOKEN_SET_FIELDS):
+            values = torch.randn(_ROWS, _LENGTH, _ENTRIES, generator=generator)
+            self.tensors[name] = self.masked(-2.0 + 0.3 * values, 0.0)
+        learned = ("log_probs", "token_log_probs")
+        self.learned = [name for name in learned if name in self.spec.needs] or ["log_probs"]
+
+    def masked(self, values: Tensor, garbage: float) -> Tensor:
+        mask = self.mask if values.dim() == self.mask.dim() else self.mask.unsqueeze(-1)
+        return torch.where(mask, values, garbage)
+
+    def leaves(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns copies of the tensors that a loss sends gradients to."""
+        return {name: tensors[name].clone().requires_grad_() for name in self.learned}
 
     def call(self, tensors: dict[str, Tensor], mask: Tensor) -> TokenLoss:
         given = dict(tensors, loss_mask=mask, sequences=Sequences(mask))
@@ -109,16 +123,17 @@ class _Trial:
         return torch.where(mask, self.call(tensors, mask).loss.detach(), 0.0)
 
     def learns(self) -> bool:
-        log_probs = self.tensors["log_probs"].clone().requires_grad_()
-        loss = self.call({**self.tensors, "log_probs": log_probs}, self.mask).loss
+        leaves = self.leaves(self.tensors)
+        loss = self.call({**self.tensors, **leaves}, self.mask).loss
         if not loss.requires_grad:
             return False
-        (gradient,) = torch.autograd.grad(loss[self.mask].sum(), log_probs, allow_unused=True)
-        return gradient is not None and bool(gradient.isfinite().all() and gradient.any())
+        total = loss[self.mask].sum()
+        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        return all(g is not None and bool(g.isfinite().all() and g.any()) for g in gradients)
 
     def ignores_padding(self) -> bool:
         def padded(x: Tensor) -> Tensor:
-            return torch.nn.functional.pad(x, (0, 3))
+            return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, 3))
 
         want = self.values(self.tensors, self.mask)
         got = self.values({k: padded(v) for k, v in self.tensors.items()}, padded(self.mask))
@@ -129,20 +144,23 @@ class _Trial:
         """Compares bits of loss and gradient, on the way that training takes."""
         steps = []
         for garbage in (0.0, torch.nan, torch.inf):
-            names = ("log_probs", "entropy", *self.objective.needs)
-            dirty = {k: torch.where(self.mask, self.tensors[k], garbage) for k in names}
-            entropy, log_probs = dirty.pop("entropy"), dirty.pop("log_probs").requires_grad_()
+            made = ("log_probs", "entropy", "token_log_probs")
+            names = (*made, *self.objective.needs)
+            dirty = {k: self.masked(self.tensors[k], garbage) for k in names}
+            leaves = self.leaves(dirty)
+            log_probs, entropy, tokens = ({**dirty, **leaves}[name] for name in made)
+            others = {k: v for k, v in dirty.items() if k not in made}
+            weights = self.tensors["loss_weights"]
             loss, _ = self.objective(
-                log_probs, entropy, dirty, self.mask, self.tensors["loss_weights"]
+                log_probs, entropy, others, self.mask, weights, token_log_probs=tokens
             )
-            steps.append((loss.detach(), *torch.autograd.grad(loss, log_probs)))
+            steps.append((loss.detach(), *torch.autograd.grad(loss, list(leaves.values()))))
         return all(
             torch.equal(a, b) for step in steps[1:] for a, b in zip(steps[0], step, strict=True)
         )
 
     def stats_are_constants(self) -> bool:
-        log_probs = self.tensors["log_probs"].clone().requires_grad_()
-        stats = self.call({**self.tensors, "log_probs": log_probs}, self.mask).stats
+        stats = self.call({**self.tensors, **self.leaves(self.tensors)}, self.mask).stats
         return all(
             isinstance(x, Tensor) and x.shape == self.mask.shape and not x.requires_grad
             for x in stats.values()

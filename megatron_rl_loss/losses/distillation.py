@@ -46,9 +46,10 @@ def top_k_forward_kl(
     all other tokens as one, (1 - Q) (log(1 - Q) - log(1 - P)) with Q = sum_k q_k, P = sum_k p_k
     (at most 1 - 1e-6): l is then a KL itself, never negative and never above the whole one.
 
-    It is a function, not a loss of the registry, as it reads k log-probs per position: take them
-    from `vocab_parallel_outputs(logits, token_ids=teacher_top_ids)` in a forward step of your own,
-    and weight and sum l as any loss.
+    An entry with q_k = 0 counts nowhere, also not in P: where the teacher gave fewer than k tokens,
+    fill up with any token and a log-prob of -inf, or one as low as -1000. As the loss
+    "top_k_distillation" it gets `token_log_probs` from the forward step, for the ids in
+    `teacher_top_ids`; by itself, from `vocab_parallel_outputs(logits, token_ids=...)`.
 
     Args:
         token_log_probs: student's log-probs of the teacher's tokens, [..., k], nats; gets the
@@ -76,11 +77,13 @@ def top_k_forward_kl(
         )
     log_p, log_q = at_least_fp32(token_log_probs), at_least_fp32(teacher_top_log_probs.detach())
     q = log_q.exp()
+    used = q != 0  # NaN is used, and seen
     # 0 * (-inf - x) would be NaN for a token the teacher rules out
-    loss = torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
+    log_p, log_q = torch.where(used, log_p, 0.0), torch.where(used, log_q, 0.0)
+    loss = (q * (log_q - log_p)).sum(-1)
     mass = q.sum(-1)
     if with_rest:
-        loss = loss + _rest(mass, log_p.exp().sum(-1))
+        loss = loss + _rest(mass, torch.where(used, log_p.exp(), 0.0).sum(-1))
     return TokenLoss(loss, {"teacher_mass": mass})
 
 

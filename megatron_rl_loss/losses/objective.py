@@ -24,7 +24,7 @@ from ..ops.precision import at_least_fp32
 from ..ops.ratios import ratio
 from ..ops.reduction import masked_sum
 from ..ops.sequences import Sequences
-from ..types import TokenLoss
+from ..types import PER_TOKEN_SET_FIELDS, TOKEN_IDS_FIELD, TokenLoss
 from .off_policy import OffPolicy, correction, mismatch_stats
 from .registry import MADE_BY_OBJECTIVE, LossSpec, check_settings, loss_spec
 
@@ -94,6 +94,7 @@ class Objective:
     def needs(self) -> tuple[str, ...]:
         """Tensors of the micro-batch that must be there."""
         names = list(self.spec.needs)
+        names += [TOKEN_IDS_FIELD] if self.spec.reads_token_set else []
         if self.kl_coef:
             names.append("ref_log_probs")
             names += ["old_log_probs"] if self.kl_is_weighted else []
@@ -146,21 +147,26 @@ class Objective:
         *,
         share: float = 1.0,
         sequences: Sequences | None = None,
+        token_log_probs: Tensor | None = None,
     ) -> tuple[Tensor, MetricTensors]:
         """Returns the local weighted sum and the metrics of one micro-batch.
 
         Args:
             log_probs: [rows, S] fp32, nats; gets the gradient.
             entropy: [rows, S] fp32, nats, or None if it is neither trained nor reported.
-            tensors: `needs` by name, each [rows, S], constant; more are used for metrics.
+            tensors: `needs` by name, each [rows, S] or, of several tokens, [rows, S, k], constant;
+                more are used for metrics.
             loss_mask: [rows, S] bool. Other positions add exactly 0 to loss and gradients.
             loss_weights: [rows, S] fp32, constant.
             share: this micro-batch's share of the sum metrics, 1 / (M * D * C).
             sequences: for packed rows or sequences split over ranks; None: a row is a sequence.
+            token_log_probs: [rows, S, k] fp32, nats, of the tokens `TOKEN_IDS_FIELD`, for a loss
+                that reads them; gets the gradient.
 
         Communicates: only through `sequences`, if the loss or the correction asks for it.
         """
-        clean = self._clean(log_probs, entropy, tensors, loss_mask)
+        made = {"log_probs": log_probs, "entropy": entropy, "token_log_probs": token_log_probs}
+        clean = self._clean(made, tensors, loss_mask)
         sequences = sequences or Sequences(loss_mask)
         weights = torch.where(loss_mask, loss_weights, 0.0)
         policy = self._policy_loss(clean, loss_mask, sequences)
@@ -177,8 +183,7 @@ class Objective:
 
     def _clean(
         self,
-        log_probs: Tensor,
-        entropy: Tensor | None,
+        made: Mapping[str, Tensor | None],
         tensors: Mapping[str, Tensor],
         loss_mask: Tensor,
     ) -> dict[str, Tensor]:
@@ -188,16 +193,8 @@ class Objective:
                 "the micro-batch has rollout_is_weights, which nothing reads; set off_policy="
                 "{'is_level': 'given'} to multiply the loss by them, or leave them out."
             )
-        given = dict(tensors, log_probs=log_probs)
-        if entropy is not None:
-            given["entropy"] = entropy
-        for name, value in given.items():
-            if value.shape != loss_mask.shape:
-                raise InputError(
-                    f"{name} has shape {tuple(value.shape)}, but loss_mask has "
-                    f"{tuple(loss_mask.shape)}; nothing is broadcast."
-                )
-        clean = {k: torch.where(loss_mask, at_least_fp32(v), 0.0) for k, v in given.items()}
+        given = {**tensors, **{k: v for k, v in made.items() if v is not None}}
+        clean = {name: _masked(name, value, loss_mask) for name, value in given.items()}
         if self.on_policy:
             clean["old_log_probs"] = clean["log_probs"].detach()
         return clean
@@ -248,8 +245,9 @@ class Objective:
     def _try_out(self) -> None:
         """Calls the loss on a small example, so that a bad setting fails here, not in a step."""
         loss_mask = torch.ones(2, 3, dtype=torch.bool)
-        names = {*self.needs, "log_probs", "entropy", "old_log_probs"}
-        tensors = {name: torch.zeros(2, 3) for name in names}
+        names = {*self.needs, "log_probs", "entropy", "old_log_probs", "token_log_probs"}
+        tensors = {name: torch.zeros(2, 3, 4 if is_of_set(name) else 1) for name in names}
+        tensors = {k: v if is_of_set(k) else v[..., 0] for k, v in tensors.items()}
         try:
             self._policy_loss(tensors, loss_mask, Sequences(loss_mask))
         except (ConfigError, InputError) as error:
@@ -259,6 +257,27 @@ class Objective:
                 f"loss {self.loss!r} fails on a small example of zeros, shape (2, 3): "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def is_of_set(name: str) -> bool:
+    """Whether a tensor has k entries per token."""
+    return name == "token_log_probs" or name in PER_TOKEN_SET_FIELDS
+
+
+def _masked(name: str, value: Tensor, loss_mask: Tensor) -> Tensor:
+    """Returns the value with 0 where masked.
+
+    Raises:
+        InputError: it is neither of the mask's shape nor, of several tokens, [rows, S, k].
+    """
+    shape = value.shape[:-1] if is_of_set(name) else value.shape
+    if shape != loss_mask.shape:
+        raise InputError(
+            f"{name} has shape {tuple(value.shape)}, but loss_mask has "
+            f"{tuple(loss_mask.shape)}; nothing is broadcast."
+        )
+    mask = loss_mask.unsqueeze(-1) if is_of_set(name) else loss_mask
+    return torch.where(mask, at_least_fp32(value), 0.0)
 
 
 def _off_policy(settings: Mapping[str, Any]) -> OffPolicy:

@@ -63,6 +63,7 @@ PRESETS: dict[str, Preset] = {
     "clip_cov": _recipe("clip_cov"),
     "kl_cov": _recipe("kl_cov"),
     "on_policy_distillation": _recipe("on_policy_distillation", advantages=None),
+    "top_k_distillation": _recipe("top_k_distillation", advantages=None),
     "cross_entropy": _recipe("cross_entropy", advantages=None),
     "tinker_importance_sampling": _recipe("tinker_importance_sampling", "sum", DR_GRPO),
     "tinker_ppo": _recipe("tinker_ppo", "sum", DR_GRPO),

@@ -5,8 +5,10 @@
 Positional parameters are tensors of the micro-batch, by their glossary names, all of one shape,
 fp32, with masked positions already set to 0; only `log_probs` (and `entropy`) carry a gradient.
 Two more may be asked for by name: `loss_mask`, bool, and `sequences` (`ops.sequences`), for sums
-over whole sequences. Keyword-only parameters are settings. The result is un-reduced: weights come
-later, once.
+over whole sequences. A loss that asks for `token_log_probs`, [..., k], gets the current policy's
+log-probs, with gradient, of the k tokens that the micro-batch names at each position
+(`types.TOKEN_IDS_FIELD`). Keyword-only parameters are settings. The result is un-reduced: weights
+come later, once.
 
 To add a loss: write the function, add one line to `LOSSES`, one YAML under `configs/loss/`, one
 test. Losses outside this package are named by import path, `"my_pkg.my_mod:fn"`.
@@ -23,17 +25,19 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..types import PER_TOKEN_FLOAT_FIELDS, TokenLoss
+from ..types import PER_TOKEN_FLOAT_FIELDS, PER_TOKEN_SET_FIELDS, TOKEN_IDS_FIELD, TokenLoss
 from .covariance import clip_cov, kl_cov
 from .cross_entropy import cross_entropy
-from .distillation import on_policy_distillation
+from .distillation import on_policy_distillation, top_k_forward_kl
 from .policy import dual_clip, importance_sampling, policy_gradient, ppo_clip
 from .sequence_level import gmpo, gspo, gspo_token, topr
 from .tinker import tinker_cispo, tinker_dro, tinker_importance_sampling, tinker_ppo
 from .trust_region import cispo, dppo_kl, dppo_tv, dro, sapo
 
 # what the objective makes; all other positional parameters come from the micro-batch
-MADE_BY_OBJECTIVE = ("log_probs", "entropy", "loss_mask", "sequences")
+MADE_BY_OBJECTIVE = ("log_probs", "token_log_probs", "entropy", "loss_mask", "sequences")
+# what the micro-batch can have
+_GIVEN = tuple(n for n in PER_TOKEN_FLOAT_FIELDS + PER_TOKEN_SET_FIELDS if n != TOKEN_IDS_FIELD)
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ class LossSpec:
         """Names of the tensors the loss reads, in the order of its parameters."""
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return tuple(p.name for p in self._parameters() if p.kind in kinds)
+
+    @property
+    def reads_token_set(self) -> bool:
+        """Whether it reads log-probs of given tokens, beside those of the labels."""
+        return "token_log_probs" in self.needs
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -96,6 +105,7 @@ LOSSES: dict[str, LossSpec] = {
     "tinker_cispo": LossSpec(tinker_cispo, homogeneous=True),
     "tinker_dro": LossSpec(tinker_dro),
     "on_policy_distillation": LossSpec(on_policy_distillation),
+    "top_k_distillation": LossSpec(top_k_forward_kl),
     "cross_entropy": LossSpec(cross_entropy),
 }
 
@@ -135,7 +145,7 @@ def check_settings(spec: LossSpec, settings: dict[str, Any]) -> None:
 
     Values are checked by the loss itself; `Objective` calls it once when it is made.
     """
-    known_tensors = (*MADE_BY_OBJECTIVE, *PER_TOKEN_FLOAT_FIELDS)
+    known_tensors = (*MADE_BY_OBJECTIVE, *_GIVEN)
     strange = [name for name in spec.needs if name not in known_tensors]
     if strange:
         raise ConfigError(

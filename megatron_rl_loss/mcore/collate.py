@@ -82,7 +82,7 @@ def collate(
 
     Args:
         sequences: the mini-batch; dicts by glossary name (or an alias): `tokens` and per-token
-            tensors [T], indexed like labels, or one number for the whole sequence.
+            tensors [T] (or [T, k]), indexed like labels, or one number for the whole sequence.
         indices: the sequences of this micro-batch.
         packed: see `pack_sequences` and `pad_sequences`.
         multiple: pads the row (packed: each sequence) to a multiple of it.
@@ -107,6 +107,6 @@ def _filler(like: Mapping[str, Any], length: int) -> MicroBatch:
     filler: MicroBatch = {}
     for name, value in glossary_names(like).items():
         value = torch.as_tensor(value)
-        filler[name] = value.new_zeros(length if value.dim() else ())
+        filler[name] = value.new_zeros((length, *value.shape[1:]) if value.dim() else ())
     filler["loss_mask"] = torch.zeros(length, dtype=torch.bool)
     return filler

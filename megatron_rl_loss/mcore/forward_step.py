@@ -56,7 +56,8 @@ def make_forward_step(
     the sum over the whole mini-batch.
 
     The data iterator yields dicts (see `types`): with `loss_weights` the advantages are raw;
-    without them they are pre-normalised (`normalize_advantages`) or the loss is a plain sum.
+    without them they are pre-normalised (`normalize_advantages`) or the loss is a plain sum. A
+    loss that reads `token_log_probs` gets those of the dict's `teacher_top_ids` [rows, S, k].
 
     Args:
         loss: a name of `losses.registry.LOSSES`, an import path "my_pkg.my_mod:fn", or a function.
@@ -206,7 +207,12 @@ class ForwardStep:
         return loss_sum * factor, metrics
 
     def _loss_sum(
-        self, batch: TokenBatch, groups: ParallelGroups, log_probs: Tensor, entropy: Tensor | None
+        self,
+        batch: TokenBatch,
+        groups: ParallelGroups,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+        token_log_probs: Tensor | None = None,
     ) -> tuple[Tensor, MetricTensors]:
         return self.objective(
             log_probs,
@@ -216,6 +222,7 @@ class ForwardStep:
             batch.loss_weights,
             share=self._share,
             sequences=self._sequences(batch, groups),
+            token_log_probs=token_log_probs,
         )
 
     def _sequences(self, batch: TokenBatch, groups: ParallelGroups) -> Sequences | None:

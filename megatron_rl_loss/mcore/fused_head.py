@@ -18,15 +18,16 @@ from torch import Tensor
 
 from ..errors import ConfigError, ContractError
 from ..logprobs.head_plan import DEFAULT_BUDGET_BYTES, LM_HEADS
-from ..logprobs.lm_head import linear_log_probs
-from ..logprobs.vocab_parallel import vocab_parallel_log_probs
+from ..logprobs.lm_head import linear_outputs
+from ..logprobs.vocab_parallel import vocab_parallel_outputs
 from ..parallel.token_batch import TokenBatch
 from . import compat
 from .batch import run_batch
 from .groups import ParallelGroups
 
-# the model's output -> log-probs and entropy (or None), [rows, S] fp32
-ReadOutput = Callable[[Tensor], "tuple[Tensor, Tensor | None]"]
+# the model's output -> log-probs and entropy (or None), [rows, S] fp32, and of an `LMHead` the
+# log-probs of the batch's `token_ids` (or None), [rows, S, k] fp32
+ReadOutput = Callable[[Tensor], "tuple[Tensor | None, ...]"]
 
 _said: set[str] = set()
 
@@ -36,7 +37,7 @@ class LMHead:
     """How log-probs come out of a model.
 
     Attributes:
-        lm_head: "logits": the model's own. "fused": `linear_log_probs` on the hidden states and
+        lm_head: "logits": the model's own. "fused": `linear_outputs` on the hidden states and
             the output layer's weight, in vocabulary blocks if the logits are over the budget.
             "auto": logits while they fit, else fused where the model allows it.
         memory_budget_bytes: for the logits of one micro-batch on one rank; None: 2 GiB.
@@ -71,19 +72,21 @@ class LMHead:
         """Runs the model on a micro-batch.
 
         Returns:
-            The model's output, and what makes log-probs of the labels and the entropy (None if
-            not wanted) of it on a last pipeline stage.
+            The model's output, and what makes log-probs of the labels, the entropy (None if not
+            wanted) and log-probs of the batch's `token_ids` (None if it has none) of it on a last
+            pipeline stage.
 
         Raises:
             ContractError: "fused", and the model does not allow it.
 
-        Communicates: what the model does; fused also what `linear_log_probs` does.
+        Communicates: what the model does; fused also what `linear_outputs` does.
         """
         chunk = bare_model(model)
         if getattr(chunk, "post_process", True):
             if self._is_fused(batch, chunk, groups):
                 answer = partial(self._answer, batch, groups, with_entropy)
-                return _run_answered(batch, model, chunk, answer), _unpack
+                read = partial(_unpack, with_entropy)
+                return _run_answered(batch, model, chunk, answer), read
             _check_sharded(chunk, groups)
         return run_batch(batch, model), partial(self._from_logits, batch, groups, with_entropy)
 
@@ -117,13 +120,15 @@ class LMHead:
         hidden: Tensor,
         weight: Tensor | None,
     ) -> Tensor:
-        """[s (/ tp), rows, H] -> [S, rows, 1 or 2]: log-probs, entropy."""
+        """[s (/ tp), rows, H] -> [S, rows, 1 (+ 1) (+ k)]: log-probs, entropy, given tokens'."""
         weight = layer.weight if weight is None else weight
         into_main_grad = layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")
-        log_probs, entropy = linear_log_probs(
+        token_ids = batch.token_ids
+        outputs = linear_outputs(
             hidden,
             weight,
             batch.labels.t(),
+            token_ids=None if token_ids is None else token_ids.transpose(0, 1),
             tp_group=groups.vocab_group,
             sequence_parallel=layer.sequence_parallel,
             temperature=self.temperature,
@@ -133,20 +138,25 @@ class LMHead:
             memory_budget_bytes=self.budget,
             accumulate_main_grad=into_main_grad,
         )
-        return torch.stack([log_probs] if entropy is None else [log_probs, entropy], dim=-1)
+        own = [x for x in (outputs.log_probs, outputs.entropy) if x is not None]
+        parts = [torch.stack(own, dim=-1)]
+        parts += [] if outputs.token_log_probs is None else [outputs.token_log_probs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _from_logits(
         self, batch: TokenBatch, groups: ParallelGroups, with_entropy: bool, logits: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        return vocab_parallel_log_probs(
+    ) -> tuple[Tensor | None, ...]:
+        outputs = vocab_parallel_outputs(
             logits,
             batch.labels,
+            token_ids=batch.token_ids,
             tp_group=groups.vocab_group,
             temperature=self.temperature,
             with_entropy=with_entropy,
             vocab_size=self.vocab_size,
             loss_mask=batch.loss_mask,
         )
+        return outputs.log_probs, outputs.entropy, outputs.token_log_probs
 
 
 def bare_model(model: Any) -> Any:
@@ -209,8 +219,10 @@ def _answered(layer: Any, answer: Callable[[Any, Tensor, Any], Tensor]) -> Itera
         del layer.forward
 
 
-def _unpack(output: Tensor) -> tuple[Tensor, Tensor | None]:
-    return output[..., 0], output[..., 1] if output.shape[-1] == 2 else None
+def _unpack(with_entropy: bool, output: Tensor) -> tuple[Tensor | None, ...]:
+    own = 2 if with_entropy else 1
+    tokens = output[..., own:] if output.shape[-1] > own else None
+    return output[..., 0], output[..., 1] if with_entropy else None, tokens
 
 
 def _logits_bytes(batch: TokenBatch, chunk: Any) -> int | None:

@@ -74,7 +74,8 @@ def _whole_rows(
     output: Tensor,
     non_loss_data: bool = True,
 ) -> Tensor:
-    values, _ = read(output)
+    values = read(output)[0]
+    assert values is not None
     offsets = None if batch.packed is None else batch.packed.offsets
     return gather_sequence(values, groups.cp, cu_seqlens=offsets)
 

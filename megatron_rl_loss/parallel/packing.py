@@ -16,10 +16,23 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..types import PER_TOKEN_FLOAT_FIELDS, ROW_FIELDS, TOKEN_FIELDS, MicroBatch, glossary_names
+from ..types import (
+    PER_TOKEN_FLOAT_FIELDS,
+    PER_TOKEN_SET_FIELDS,
+    ROW_FIELDS,
+    TOKEN_FIELDS,
+    MicroBatch,
+    glossary_names,
+)
 from .context_parallel import pad_sequence_to
 
-_FIELDS = (*TOKEN_FIELDS, "loss_mask", *PER_TOKEN_FLOAT_FIELDS, *ROW_FIELDS)
+_FIELDS = (
+    *TOKEN_FIELDS,
+    "loss_mask",
+    *PER_TOKEN_FLOAT_FIELDS,
+    *PER_TOKEN_SET_FIELDS,
+    *ROW_FIELDS,
+)
 
 
 def pad_sequences(
@@ -29,7 +42,8 @@ def pad_sequences(
 
     Args:
         sequences: dicts by glossary name (or an alias): `tokens` [T] int, `loss_mask` [T] bool,
-            floats [T] or one number, `group_ids` one number; [T] is indexed like labels.
+            floats [T] or one number, fields of k tokens [T, k], `group_ids` one number; [T] is
+            indexed like labels.
         multiple: the width is the longest T, rounded up to a multiple of it.
         width: or exactly this many tokens.
 
@@ -100,7 +114,7 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    return pad_sequence_to(x, size, dim=0) if len(x) else x.new_zeros(size)
+    return pad_sequence_to(x, size, dim=0) if len(x) else x.new_zeros(size, *x.shape[1:])
 
 
 def _width(needed: int, multiple: int, width: int | None) -> int:
@@ -153,7 +167,11 @@ def _check_fields(i: int, sequence: Mapping[str, Tensor], first: Mapping[str, Te
         raise InputError(
             f"sequence {i}: loss_mask must be bool, got {sequence['loss_mask'].dtype}."
         )
+    for name in PER_TOKEN_SET_FIELDS:
+        _check_entries(i, name, sequence, first)
     for name, value in sequence.items():
+        if name in PER_TOKEN_SET_FIELDS:
+            continue
         alone = name in PER_TOKEN_FLOAT_FIELDS or name in ROW_FIELDS
         fits = (value.shape == shape and name not in ROW_FIELDS) or (alone and value.dim() == 0)
         if not fits or value.dim() != first[name].dim():
@@ -161,6 +179,20 @@ def _check_fields(i: int, sequence: Mapping[str, Tensor], first: Mapping[str, Te
                 f"sequence {i}: {name} has shape {tuple(value.shape)}, expected one entry per "
                 f"token, {tuple(shape)}{', or one number' if alone else ''} (the same in all)."
             )
+
+
+def _check_entries(
+    i: int, name: str, sequence: Mapping[str, Tensor], first: Mapping[str, Tensor]
+) -> None:
+    if name not in sequence:
+        return
+    value, length = sequence[name], len(sequence["tokens"])
+    wanted = first[name].shape[1:] if first[name].dim() == 2 else ("k",)
+    if value.dim() != 2 or len(value) != length or value.shape[1:] != first[name].shape[1:]:
+        raise InputError(
+            f"sequence {i}: {name} has shape {tuple(value.shape)}, expected ({length}, "
+            f"{wanted[0]}): the same number of entries for each token of all sequences."
+        )
 
 
 def _with_labels(sequence: Mapping[str, Tensor]) -> dict[str, Tensor]:

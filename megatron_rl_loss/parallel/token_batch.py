@@ -23,11 +23,13 @@ from ..types import (
     LOG_PROB_FIELDS,
     PER_ROW_OR_TOKEN_FIELDS,
     PER_TOKEN_FLOAT_FIELDS,
+    TOKEN_IDS_FIELD,
     glossary_names,
 )
 from .context_parallel import zigzag_split
 from .packed_row import PackedRow, packed_row
 from .token_batch_checks import check_attention_mask, check_present, check_shifted, check_token_ids
+from .token_set import token_set
 
 # Checked at trained positions even if the loss does not read them, unless a comment says why not.
 _FINITE_FIELDS = tuple(name for name in PER_TOKEN_FLOAT_FIELDS if name != "returns")
@@ -44,9 +46,11 @@ class TokenBatch:
         loss_weights: fp32, w of the contract.
         weights_given: False if `loss_weights` is only the mask, because the advantages carry the
             weights or the loss is a plain sum.
-        tensors: the other per-token tensors by name, fp32.
+        tensors: the other per-token tensors by name, fp32; of several tokens [rows, S, k].
         packed: offsets of the sequences of the whole row if it is packed.
         is_trained: False if no position of the whole rows is trained (looked at on the CPU only).
+        token_ids: [rows, S, k] int64, the tokens whose log-probs the loss reads; None if it reads
+            those of the labels only.
     """
 
     tokens: Tensor
@@ -59,6 +63,7 @@ class TokenBatch:
     tensors: dict[str, Tensor]
     packed: PackedRow | None = None
     is_trained: bool = True
+    token_ids: Tensor | None = None
 
 
 def make_token_batch(
@@ -79,8 +84,8 @@ def make_token_batch(
 
     Args:
         micro_batch: tensors by glossary name (or an alias), whole rows [rows, S];
-            `PER_ROW_OR_TOKEN_FIELDS` may also be [rows]. With `cu_seqlens` it is one packed row
-            (see `pack_sequences`).
+            `PER_ROW_OR_TOKEN_FIELDS` may also be [rows], `PER_TOKEN_SET_FIELDS` are [rows, S, k].
+            With `cu_seqlens` it is one packed row (see `pack_sequences`).
         needs: names that must be there for the loss.
         device: where the result goes; None leaves tensors where they are.
         seq_multiple: S must be a multiple of it (sequence and context parallelism).
@@ -103,7 +108,9 @@ def make_token_batch(
         for name in PER_TOKEN_FLOAT_FIELDS
         if name in given and name != "loss_weights"
     }
-    check_present(needs, tensors)
+    needs = tuple(needs)
+    sets = token_set(given, needs, loss_mask, vocab_size)
+    check_present(needs, {**tensors, **sets})
     for name, tensor in {**tensors, "loss_weights": weights}.items():
         if name in _FINITE_FIELDS and tensor.device.type == "cpu":
             check_finite(name, tensor, loss_mask)
@@ -111,8 +118,9 @@ def make_token_batch(
             check_log_probs(name, tensor, loss_mask)
     batch = TokenBatch(
         tokens, labels, _position_ids(given, tokens, packed), given.get("attention_mask"),
-        loss_mask, weights, "loss_weights" in given, tensors, packed,
-        loss_mask.device.type != "cpu" or bool(loss_mask.any()),
+        loss_mask, weights, "loss_weights" in given,
+        tensors | {name: value for name, value in sets.items() if name != TOKEN_IDS_FIELD}, packed,
+        loss_mask.device.type != "cpu" or bool(loss_mask.any()), sets.get(TOKEN_IDS_FIELD),
     )  # fmt: skip
     if cp_size > 1:
         batch = _slice(batch, cp_rank, cp_size)

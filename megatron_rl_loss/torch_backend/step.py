@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError, ContractError, InputError
-from ..logprobs.vocab_parallel import vocab_parallel_log_probs
+from ..logprobs.vocab_parallel import vocab_parallel_outputs
 from ..losses.objective import Objective
 from ..metrics import MetricTensors, reduce_metrics
 from ..parallel.agreement import raise_together
@@ -127,15 +127,22 @@ class TorchStep:
         return batches
 
     def _loss(self, model: Any, batch: TokenBatch, share: float) -> tuple[Tensor, MetricTensors]:
-        log_probs, entropy = vocab_parallel_log_probs(
+        outputs = vocab_parallel_outputs(
             self.logits_of(model, batch.tokens),
             batch.labels,
+            token_ids=batch.token_ids,
             temperature=self.temperature,
             with_entropy=self.report_entropy or self.objective.needs_entropy_gradient,
             loss_mask=batch.loss_mask,
         )
         return self.objective(
-            log_probs, entropy, batch.tensors, batch.loss_mask, batch.loss_weights, share=share
+            outputs.log_probs,
+            outputs.entropy,
+            batch.tensors,
+            batch.loss_mask,
+            batch.loss_weights,
+            share=share,
+            token_log_probs=outputs.token_log_probs,
         )
 
 

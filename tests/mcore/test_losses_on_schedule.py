@@ -14,11 +14,11 @@ from tests.mcore.harness import Layout, Outcome, assert_close, replace
 from tests.reference import losses as reference
 from tests.reference import mini_batch, tiny_llama
 from tests.spawn import run_ranks
-from tests.unit.loss_cases import SEQUENCE_LEVEL, SETTINGS
+from tests.unit.loss_cases import LABEL_LOSSES, SEQUENCE_LEVEL, SETTINGS
 
 BOUND = 2e-5
 TENSORS = ("advantages", "old_log_probs", "rollout_log_probs")
-ON_SCHEDULE = list(LOSSES)
+ON_SCHEDULE = LABEL_LOSSES
 ANY_CUT = [name for name in ON_SCHEDULE if not LOSSES[name].depends_on_micro_batch]
 WHOLE_SEQUENCE = [name for name in LOSSES if "sequences" in LOSSES[name].needs]
 HOMOGENEOUS = [name for name in ON_SCHEDULE if LOSSES[name].homogeneous]

@@ -31,10 +31,13 @@ SETTINGS = {
     "kl_cov": [{}, {"cov_fraction": 0.25, "cov_kl_coef": 3.0}],
     "tinker_ppo": [{}, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}],
     "tinker_cispo": [{}, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}],
+    "top_k_distillation": [{}, {"with_rest": True}],
 }
 LOSSES_WITH_SETTINGS = [
     (name, settings) for name in LOSSES for settings in SETTINGS.get(name, [{}])
 ]
+# those of one log-prob per token; the others are in test_top_k_distillation
+LABEL_LOSSES = [name for name, spec in LOSSES.items() if not spec.reads_token_set]
 
 
 def random_case(rows=5, length=7, dtype=torch.float64, seed=0, spread=0.5):

@@ -26,7 +26,7 @@ MODELS = sorted((CONFIGS / "model").glob("*.yaml"))
 CLUSTERS = sorted((CONFIGS / "cluster").glob("*.yaml"))
 
 # The loss reads tensors that rollouts do not carry.
-NOT_FOR_THE_MAIN_JOB = ("on_policy_distillation",)
+NOT_FOR_THE_MAIN_JOB = ("on_policy_distillation", "top_k_distillation")
 
 
 def problems_of(*overrides, path=DEMO):

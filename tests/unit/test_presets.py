@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl_loss.errors import ConfigError
 from megatron_rl_loss.losses.contract_check import check_loss
+from megatron_rl_loss.losses.objective import is_of_set
 from megatron_rl_loss.losses.presets import PRESETS, preset, preset_objective
 from megatron_rl_loss.losses.registry import LOSSES
 from megatron_rl_loss.ops.advantages import group_advantages
@@ -108,9 +109,14 @@ def test_no_objective_waits_for_a_value_of_the_device(name):
     """A tensor on the meta device has no values: reading one raises."""
     objective = preset_objective(name, entropy_coef=0.1, entropy_max=2.0)
     shape = (2, 5)
-    tensors = {need: torch.zeros(shape, device="meta") for need in objective.needs}
+    tensors = {
+        need: torch.zeros((*shape, 3) if is_of_set(need) else shape, device="meta")
+        for need in objective.needs
+    }
     mask = torch.ones(shape, dtype=torch.bool, device="meta")
     log_probs, entropy = (torch.zeros(shape, device="meta", requires_grad=True) for _ in range(2))
-    loss, _ = objective(log_probs, entropy, tensors, mask, mask.float())
+    tokens = torch.zeros(*shape, 3, device="meta", requires_grad=True)
+    loss, _ = objective(log_probs, entropy, tensors, mask, mask.float(), token_log_probs=tokens)
     loss.backward()
-    assert log_probs.grad.shape == shape
+    learned = tokens if objective.spec.reads_token_set else log_probs
+    assert learned.grad.shape == learned.shape
