@@ -2,9 +2,9 @@
 # Runs the tests of the gradient against several Megatron-Core versions, each laid over this
 # environment (torch and the rest are shared).
 #
-#   scripts/run_versions.sh                            # all versions, the cuts of one mini-batch
+#   scripts/run_versions.sh                            # all versions, all layouts: minutes each
 #   scripts/run_versions.sh 0.13.1 0.19.2              # these
-#   TESTS="tests/mcore/test_layouts.py" scripts/run_versions.sh 0.19.2
+#   TESTS="tests/mcore/test_moe.py" scripts/run_versions.sh 0.19.2
 #
 # PYTHON: interpreter. VERSIONS_DIR: where the versions are kept. INSTALL_ONLY=1: run nothing. From 0.17 on Megatron-Core
 # declares Python >= 3.12; it is built from source and runs on 3.11 too.
@@ -13,7 +13,8 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 folder=${VERSIONS_DIR:-${TMPDIR:-/tmp}/megatron-versions}
 install_only=${INSTALL_ONLY:-}
-tests=${TESTS:-tests/mcore/test_same_gradient.py::test_gradient_and_metrics_equal_the_reference_for_any_cut}
+layouts=(same_gradient layouts context_parallel packing moe accumulate return_styles)
+tests=${TESTS:-$(printf 'tests/mcore/test_%s.py ' "${layouts[@]}")}
 versions=("$@")
 [ $# -gt 0 ] || versions=(0.13.1 0.14.0 0.15.3 0.16.1 0.17.0 0.18.0 0.19.2)
 
@@ -39,7 +40,7 @@ for version in "${versions[@]}"; do
         continue
     fi
     # shellcheck disable=SC2086
-    "$python" -m pytest -q -p no:cacheprovider $tests || failed+=("$version")
+    "$python" -m pytest -q -p no:cacheprovider -n 2 --dist loadfile $tests || failed+=("$version")
 done
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2

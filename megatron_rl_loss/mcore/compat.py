@@ -111,6 +111,16 @@ def bind_missing_te_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
+def forget_embedding_ranks() -> None:
+    """Up to 0.19 `destroy_model_parallel` keeps the list of the ranks that hold the embedding.
+
+    A middle stage of the next layout may then think that it holds one; 0.13 fails on that.
+    """
+    from megatron.core import parallel_state
+
+    parallel_state._EMBEDDING_GLOBAL_RANKS = None
+
+
 def mark_expert_parameters(model: Any) -> None:
     """Says of each expert's weight whether its gradient is reduced over the experts' ranks.
 

@@ -55,6 +55,7 @@ def start_ranks(
     )  # fmt: skip
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    compat.forget_embedding_ranks()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
