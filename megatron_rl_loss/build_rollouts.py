@@ -15,6 +15,7 @@ from .config.validate import rollouts_per_step
 from .lora import merged
 from .mcore.model_spec import ModelSpec
 from .mcore.weights import export_hf_weights, save_hf_checkpoint
+from .recipe import row_checks
 from .rollout_source import FileRollouts, RolloutSource, SampledRollouts, StreamedRollouts
 from .rollouts.files import RolloutFiles
 from .rollouts.hf_model import BaseModel
@@ -75,11 +76,14 @@ def build_file_source(config: Config, spec: ModelSpec) -> FileRollouts | Streame
     per_step, whole_groups = rollouts_per_step(config), _compares_in_groups(config)
     if config.rollouts.source == "stream":
         stream = RolloutStream(
-            config.rollouts.path, shuffle_seed=shuffle_seed, **_row_checks(config, spec)
+            config.rollouts.path,
+            shuffle_seed=shuffle_seed,
+            vocab_size=spec.vocab_size,
+            **row_checks(config),
         )
         return StreamedRollouts(stream, per_step=per_step, whole_groups=whole_groups)
     return FileRollouts(
-        RolloutFiles(config.rollouts.path, **_row_checks(config, spec)),
+        RolloutFiles(config.rollouts.path, vocab_size=spec.vocab_size, **row_checks(config)),
         per_step=per_step,
         shuffle_seed=shuffle_seed,
         whole_groups=whole_groups,
@@ -99,7 +103,8 @@ def build_watch_source(
             timeout=settings.wait_timeout,
             done_markers=settings.done_markers,
             whole_groups=_compares_in_groups(config),
-            **_row_checks(config, spec),
+            vocab_size=spec.vocab_size,
+            **row_checks(config),
         )
     if settings.export_dir is not None:
         export = WeightExport(
@@ -114,11 +119,6 @@ def build_watch_source(
             ),
         )
     return WatchedRollouts(inbox, per_step=rollouts_per_step(config), export=export)
-
-
-def _row_checks(config: Config, spec: ModelSpec) -> dict[str, Any]:
-    drop_non_finite = config.rollouts.drop_non_finite
-    return {"vocab_size": spec.vocab_size, "drop_non_finite": drop_non_finite}
 
 
 def _compares_in_groups(config: Config) -> bool:

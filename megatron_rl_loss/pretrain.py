@@ -18,17 +18,15 @@ from torch.utils.data import Dataset
 
 from .config.load import load_config
 from .config.schema import Config
-from .config.validate import objective_settings
 from .errors import ConfigError, InputError
 from .lora import apply_lora
-from .losses.objective import Objective
 from .mcore.forward_step import ForwardStep, make_forward_step
 from .mcore.micro_batches import with_loss_weights
 from .mcore.model_spec import ModelSpec, model_spec_from_hf
 from .mcore.pretrain import norm_epsilon
 from .mcore.weights import load_hf_weights
 from .parallel.packing import pad_sequences
-from .recipe import build_estimator, lora_settings, step_settings
+from .recipe import build_estimator, lora_settings, reads_advantages, row_checks, step_settings
 from .report import METRICS_FILE
 from .rollouts.files import RolloutFiles
 from .rollouts.sequences import (
@@ -164,8 +162,8 @@ def make_datasets(args: Any, num_samples: Sequence[int]) -> tuple[RolloutDataset
     files = RolloutFiles(
         config.rollouts.path,
         vocab_size=args.vocab_size,
-        drop_non_finite=config.rollouts.drop_non_finite,
         max_tokens=args.seq_length,
+        **row_checks(config),
     )
     dataset = RolloutDataset(
         files,
@@ -178,7 +176,7 @@ def make_datasets(args: Any, num_samples: Sequence[int]) -> tuple[RolloutDataset
         max_seq_len=config.loss.max_seq_len,
         count_empty_sequences=config.loss.count_empty_sequences,
         rollout_is_old=args.mrl_old_log_probs == "rollout",
-        reads_advantages="advantages" in Objective(**objective_settings(config.loss)).needs,
+        reads_advantages=reads_advantages(config),
     )
     return dataset, None, None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .config.schema import Config
 from .config.validate import objective_settings
 from .lora import LoRAConfig
+from .losses.objective import Objective
 from .ops.advantages import group_advantages
 from .parallel.whitening import whiten
 from .rollouts.sequences import AdvantageEstimator
@@ -57,6 +58,19 @@ def step_settings(config: Config) -> dict[str, Any]:
         "temperature": config.sampler.temperature,
         "lm_head": config.loss.lm_head,
         "memory_budget_bytes": config.loss.memory_budget_bytes,
+    }
+
+
+def reads_advantages(config: Config) -> bool:
+    """Tells whether the loss reads advantages; supervised losses do not."""
+    return "advantages" in Objective(**objective_settings(config.loss)).needs
+
+
+def row_checks(config: Config) -> dict[str, Any]:
+    """Returns what readers of rollout files ask of each row, beside sizes."""
+    return {
+        "drop_non_finite": config.rollouts.drop_non_finite,
+        "need_reward": config.advantage.estimator != "none" or reads_advantages(config),
     }
 
 

@@ -19,6 +19,7 @@ from ..losses.registry import LOSSES, loss_spec
 from ..ops.advantages import ADVANTAGE_ESTIMATORS
 from ..ops.kl import KL_ESTIMATORS
 from ..ops.reduction import REDUCTIONS
+from ..types import PER_TOKEN_SET_FIELDS
 from .keys import nearest, raise_problems
 from .schema import Config, LossConfig
 
@@ -38,8 +39,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "logging.wandb_mode": ("offline", "online", "disabled"),
 }
 
-# What rollouts and trainer can give to a loss.
+# What rollouts and trainer can give to a loss; the last ones only rollouts from files.
 _TENSORS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+_FROM_FILES_ONLY = PER_TOKEN_SET_FIELDS
 
 _Range = tuple[str, Callable[[float], bool]]
 
@@ -276,11 +278,17 @@ def _objective(config: Config) -> Iterator[str]:
     except (ConfigError, TypeError, ValueError) as error:
         yield f"loss: {error}"
         return
-    others = [name for name in objective.needs if name not in _TENSORS]
+    others = [name for name in objective.needs if name not in _TENSORS + _FROM_FILES_ONLY]
     if others:
         yield (
             f"loss.name: {loss.name!r} reads {', '.join(others)}, which rollouts do not carry "
             f"(they give {', '.join(_TENSORS)}); use it with a loop of your own."
+        )
+    of_files = [name for name in objective.needs if name in _FROM_FILES_ONLY]
+    if of_files and config.rollouts.source == "sampler":
+        yield (
+            f"rollouts.source: {loss.name!r} reads {', '.join(of_files)}, which sampled rollouts "
+            f"do not carry; give them in rollout files (one of: {', '.join(FROM_FILES)})."
         )
     if "advantages" not in objective.needs and config.advantage.estimator != "none":
         yield (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .records import ALIASES, FIELDS
-from .rollout import MAX_LOG_PROB, MAX_NUMBER, MAX_TOKEN_ID, Rollout
+from .rollout import MAX_LOG_PROB, MAX_NUMBER, MAX_TOKEN_ID, TOP_K, Rollout
 
 IDS = ("prompt_ids", "response_ids")
 LOG_PROBS = ("rollout_log_probs", "ref_log_probs")
@@ -20,7 +20,10 @@ NUMBERS = ("reward", "advantage")
 
 
 class Lists(NamedTuple):
-    """A column of lists: all values, and where each row's start; [num_rows + 1]."""
+    """A column of lists: all values, and where each row's start; [num_rows + 1].
+
+    Of fields with k entries per token, values are [number, k].
+    """
 
     values: np.ndarray
     offsets: np.ndarray
@@ -85,10 +88,12 @@ def _read(name: str, column: Any) -> Any:
     from pyarrow import types
 
     kind = column.type
+    if name in TOP_K:
+        return _read_top_k(name, column)
     if name == "group_id":
         plain = types.is_int64(kind) or types.is_int32(kind) or types.is_string(kind)
         return column.to_pylist() if plain else None
-    if not types.is_list(kind) and not types.is_large_list(kind):
+    if not _is_list(kind):
         if name not in NUMBERS or not (types.is_floating(kind) or types.is_integer(kind)):
             return None
         return column.to_numpy(zero_copy_only=False).astype(np.float64)
@@ -99,6 +104,29 @@ def _read(name: str, column: Any) -> Any:
         return None
     lengths = column.value_lengths().to_numpy(zero_copy_only=False)
     return Lists(values.to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _read_top_k(name: str, column: Any) -> Lists | None:
+    """Returns lists of lists, all inner ones of one length, as `Lists` of [number, k]."""
+    from pyarrow import types
+
+    inner = column.flatten() if _is_list(column.type) else None
+    if inner is None or not _is_list(inner.type) or inner.null_count or not len(inner):
+        return None
+    kind, values = inner.type.value_type, inner.flatten()
+    fits = types.is_integer(kind) or (types.is_floating(kind) and name != TOP_K[0])
+    widths = inner.value_lengths().to_numpy(zero_copy_only=False)
+    if not fits or values.null_count or not widths[0] or (widths != widths[0]).any():
+        return None
+    lengths = column.value_lengths().to_numpy(zero_copy_only=False)
+    numbers = values.to_numpy(zero_copy_only=False).reshape(-1, widths[0])
+    return Lists(numbers, np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind)
 
 
 def _element_fits(name: str, kind: Any) -> bool:
@@ -118,6 +146,8 @@ def _are_good(
     if need_reward and not set(NUMBERS) & given.keys():
         return False
     limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
+    if not _is_good_teacher(given, limit):
+        return False
     for ids in (prompts, responses):
         if ids.lengths.min() < 1 or ids.values.min() < 0 or ids.values.max() >= limit:
             return False
@@ -133,6 +163,16 @@ def _are_good(
         if name in LOG_PROBS and not (_is_finite(value) and value.max() <= MAX_LOG_PROB):
             return False
     return True
+
+
+def _is_good_teacher(given: Mapping[str, Any], limit: int) -> bool:
+    """Tells whether all of a teacher's entries are fit, those of masked tokens too."""
+    ids, log_probs = (given[name].values if name in given else None for name in TOP_K)
+    if ids is not None and (ids.min() < 0 or ids.max() >= limit):
+        return False
+    if log_probs is not None and not log_probs.max() <= MAX_LOG_PROB:  # NaN too
+        return False
+    return ids is None or log_probs is None or ids.shape == log_probs.shape
 
 
 def _is_finite(values: np.ndarray) -> bool:

@@ -9,6 +9,8 @@
 | `advantage` | number, or list of numbers | of the response, or one per response token |
 | `rollout_log_probs` | list of numbers | one per response token, nats, as sampled |
 | `ref_log_probs` | list of numbers | one per response token, nats, of the frozen reference |
+| `teacher_top_ids` | list of lists of int | a teacher's k tokens for each response token |
+| `teacher_top_log_probs` | list of lists of numbers | their log-probs, nats; unused: -1000 |
 | `group_id` | int or string | the prompt: responses to one prompt share it |
 | `metadata` | object (Parquet: also JSON text) | not read by training |
 
@@ -249,7 +251,7 @@ def validate_rollouts(path: str | Path, **checks: Any) -> RolloutSummary:
     problems.raise_if_any(path)
     _check_not_empty(num_rollouts, path)
     return RolloutSummary(
-        num_rollouts, len(groups - {None}), prompt, response, parse.first_kind or ()
+        num_rollouts, len(groups - {None}), prompt, response, tuple(parse.first_kind or ())
     )
 
 
@@ -275,7 +277,7 @@ class Parser:
 
     def __init__(self, **checks: Any) -> None:
         self._checks = checks
-        self.first_kind: tuple[str, ...] | None = None
+        self.first_kind: dict[str, int] | None = None
         self._first_place = ""
 
     def __call__(self, record: Any, source: Source, number: int) -> Rollout:
@@ -289,7 +291,7 @@ class Parser:
             raise RolloutError(f"{place}, {error}") from None
         return rollout
 
-    def expect_kind(self, kind: tuple[str, ...], place: str) -> None:
+    def expect_kind(self, kind: dict[str, int], place: str) -> None:
         """Makes `kind` what later rollouts are compared with, unless there is one already."""
         if self.first_kind is None:
             self.first_kind, self._first_place = kind, place
@@ -304,6 +306,12 @@ class Parser:
                     name,
                     f"{here} given here, but {there} in {self._first_place}; rollouts that are "
                     "trained together need the same fields.",
+                )
+            if rollout.kind.get(name) != self.first_kind.get(name):
+                raise field_error(
+                    name,
+                    f"has {rollout.kind[name]} entries per token, but {self.first_kind[name]} in "
+                    f"{self._first_place}; fill up with any token and the log-prob -1000.",
                 )
 
 

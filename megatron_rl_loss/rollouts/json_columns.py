@@ -14,6 +14,7 @@ import numpy as np
 
 from .columns import IDS, LOG_PROBS, NUMBERS, Lists
 from .records import ALIASES, FIELDS
+from .rollout import TOP_K
 
 _MAX_INT64 = 2**63 - 1
 
@@ -40,6 +41,7 @@ def json_columns(lines: Iterable[bytes]) -> dict[str, Any] | None:
             record = parser.parse(line)
             names = names or _names(record)
             rows.append(_values(record, names))
+            _check_depth(line, rows[-1])
             del record  # the parser reuses its memory
         return _columns(names, rows)
     except (ValueError, TypeError, AttributeError, RuntimeError):
@@ -62,15 +64,34 @@ def _values(record: Any, names: dict[str, str]) -> list[Any]:
     return [_value(field, record[name]) for name, field in names.items()]
 
 
+def _check_depth(line: bytes, values: Sequence[Any]) -> None:
+    """Raises if a list holds lists that it should not: buffers are flat."""
+    lists = (value for value in values if not isinstance(value, (int, float, str)))
+    brackets = sum(1 + (len(value) if isinstance(value, np.ndarray) else 0) for value in lists)
+    if line.count(b"[") != brackets:
+        raise _NotPlain
+
+
 def _value(field: str, value: Any) -> Any:
     """Returns numbers and texts as they are, and lists as buffers of int64, float64 or bools."""
     if field in IDS:
         return value.as_buffer(of_type="i")
     if field == "loss_mask":
         return value.as_list()
+    if field in TOP_K:
+        return _top_k(value, "i" if field == TOP_K[0] else "d")
     if field in LOG_PROBS or (field == "advantage" and hasattr(value, "as_buffer")):
         return value.as_buffer(of_type="d")
     return value
+
+
+def _top_k(value: Any, kind: str) -> np.ndarray:
+    """Returns a list of lists of one length as [n, k]."""
+    widths = set(map(len, value))
+    if len(widths) != 1 or widths == {0}:
+        raise _NotPlain
+    numbers = np.frombuffer(value.as_buffer(of_type=kind), np.int64 if kind == "i" else np.float64)
+    return numbers.reshape(len(value), widths.pop())
 
 
 def _columns(names: dict[str, str] | None, rows: Sequence[Sequence[Any]]) -> dict[str, Any] | None:
@@ -86,6 +107,8 @@ def _column(field: str, values: Sequence[Any]) -> Any:
         if set(map(type, flat)) - {bool}:
             raise _NotPlain
         return _lists(np.array(flat, dtype=bool), map(len, values))
+    if field in TOP_K:  # ValueError if k differs
+        return _lists(np.concatenate(list(values)), map(len, values))
     if field in NUMBERS and types <= {int, float}:
         return np.array(values, dtype=np.float64)
     if field == "group_id":

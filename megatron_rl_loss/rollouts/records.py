@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from .. import types
 from ..errors import RolloutError
-from .rollout import Rollout, as_list, check_rewarded, field_error, is_finite
+from .rollout import TOP_K, Rollout, as_list, check_rewarded, field_error, is_finite
 
 FIELDS = tuple(f.name for f in fields(Rollout))
 
@@ -90,6 +91,8 @@ def record_from_rollout(rollout: Rollout) -> dict[str, Any]:
         if value is not None and not (name == "metadata" and not value):
             is_list = isinstance(value, tuple) or hasattr(value, "tolist")
             record[name] = as_list(name, value) if is_list else value
+            if name in TOP_K:
+                record[name] = [list(entries) for entries in record[name]]
     if all(record["loss_mask"]):
         del record["loss_mask"]
     return record
@@ -140,7 +143,13 @@ def _finite_mask(given: Mapping[str, Any]) -> list[Any]:
             False if i < len(values) and _not_finite(values[i]) else kept
             for i, kept in enumerate(mask)
         ]
-    return mask
+    teacher = as_list(TOP_K[1], given.get(TOP_K[1], []))
+    unknown = [any(map(_is_no_log_prob, as_list(TOP_K[1], x))) for x in teacher]
+    return [kept and not any(unknown[i : i + 1]) for i, kept in enumerate(mask)]
+
+
+def _is_no_log_prob(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != -math.inf and _not_finite(value))
 
 
 def _not_finite(value: Any) -> bool:
@@ -155,4 +164,11 @@ def _check_vocabulary(rollout: Rollout, vocab_size: int) -> None:
                 name,
                 f"token id {max(ids)} at position {ids.index(max(ids))}, but the vocabulary has "
                 f"{vocab_size} tokens; made with another tokenizer?",
+            )
+    for i, ids in enumerate(rollout.teacher_top_ids or ()):
+        if max(ids) >= vocab_size:
+            raise field_error(
+                "teacher_top_ids",
+                f"token id {max(ids)} at response position {i}, but the vocabulary has "
+                f"{vocab_size} tokens; does the teacher have another one?",
             )

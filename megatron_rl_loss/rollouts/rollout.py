@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RolloutError
 
-OPTIONAL_FIELDS = ("reward", "advantage", "rollout_log_probs", "ref_log_probs", "group_id")
+OPTIONAL_FIELDS = (
+    "reward",
+    "advantage",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "teacher_top_ids",
+    "teacher_top_log_probs",
+    "group_id",
+)
+
+# of a teacher, [n, k]: ids first
+TOP_K = ("teacher_top_ids", "teacher_top_log_probs")
 
 # Training is in fp32 and int64.
 MAX_NUMBER = 3.4e38
@@ -39,6 +50,8 @@ class Rollout:
         rollout_log_probs: log-prob of each response token where it was sampled, nats, at the
             sampling temperature.
         ref_log_probs: the same under the frozen reference, at the same temperature.
+        teacher_top_ids: a teacher's k most probable tokens at each response token, [n, k].
+        teacher_top_log_probs: their log-probs under it, [n, k], nats; -inf: the place is unused.
         group_id: responses to the same prompt share it.
         metadata: anything else; not read by training.
 
@@ -56,6 +69,8 @@ class Rollout:
     advantage: float | Sequence[float] | None = None
     rollout_log_probs: Sequence[float] | None = None
     ref_log_probs: Sequence[float] | None = None
+    teacher_top_ids: Sequence[Sequence[int]] | None = None
+    teacher_top_log_probs: Sequence[Sequence[float]] | None = None
     group_id: int | str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -72,6 +87,7 @@ class Rollout:
         for name in ("rollout_log_probs", "ref_log_probs"):
             if getattr(self, name) is not None:
                 self._set(name, _log_probs(name, getattr(self, name), mask))
+        self._set_teacher(mask)
         _check_group_id(self.group_id)
         if not isinstance(self.metadata, Mapping):
             raise field_error("metadata", f"expected an object, got {_shown(self.metadata)}.")
@@ -87,6 +103,18 @@ class Rollout:
         rollout.__dict__.setdefault("metadata", _NO_METADATA)
         return rollout
 
+    def _set_teacher(self, mask: tuple[bool, ...]) -> None:
+        for name, check in zip(TOP_K, (_top_id, _top_log_prob), strict=True):
+            if getattr(self, name) is not None:
+                self._set(name, _entries(name, getattr(self, name), mask, check))
+        widths = [self.kind[name] for name in TOP_K if name in self.kind]
+        if len(set(widths)) > 1:
+            raise field_error(
+                TOP_K[0],
+                f"has {widths[0]} entries per token, but {TOP_K[1]!r} has {widths[1]}; they are "
+                "pairs.",
+            )
+
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the only writes to the frozen fields
 
@@ -96,9 +124,13 @@ class Rollout:
         return len(self.prompt_ids) + len(self.response_ids)
 
     @property
-    def kind(self) -> tuple[str, ...]:
-        """The optional fields that are there; all rollouts trained together have the same."""
-        return tuple(name for name in OPTIONAL_FIELDS if getattr(self, name) is not None)
+    def kind(self) -> dict[str, int]:
+        """The optional fields that are there, and of a teacher's the number of entries per token.
+
+        All rollouts trained together have the same kind.
+        """
+        given = [name for name in OPTIONAL_FIELDS if getattr(self, name) is not None]
+        return {name: len(getattr(self, name)[0]) if name in TOP_K else 1 for name in given}
 
 
 def check_rewarded(rollout: Rollout) -> None:
@@ -195,6 +227,44 @@ def _finite_where(name: str, value: Any, mask: tuple[bool, ...]) -> tuple[float,
             number = 0.0
         numbers.append(number)
     return tuple(numbers)
+
+
+def _entries(
+    name: str, value: Any, mask: tuple[bool, ...], check: Callable[[str, Any, int], Any]
+) -> tuple[tuple[Any, ...], ...]:
+    """Returns [n, k] as tuples, each entry checked where the mask is True and free elsewhere."""
+    rows = [as_list(name, row) for row in _of_length(name, value, len(mask))]
+    for i, row in enumerate(rows):
+        if not row or len(row) != len(rows[0]):
+            raise field_error(
+                name,
+                f"has {len(row)} entries at response position {i} and {len(rows[0])} at position "
+                "0; it needs the same number, at least 1, for each response token.",
+            )
+    free = check(name, 0, 0)
+    return tuple(
+        tuple(check(name, x, i) for x in row) if kept else (free,) * len(row)
+        for i, (row, kept) in enumerate(zip(rows, mask, strict=True))
+    )
+
+
+def _top_id(name: str, token: Any, position: int) -> int:
+    if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+        raise field_error(
+            name,
+            f"expected token ids (integers >= 0), got {_shown(token)} at response position "
+            f"{position}, which is trained.",
+        )
+    return token
+
+
+def _top_log_prob(name: str, value: Any, position: int) -> float:
+    number = _number(name, math.nan if value is None else value, position)
+    if not number <= MAX_LOG_PROB:  # NaN too
+        raise field_error(
+            name, f"a log-prob is at most 0, got {number} at response position {position}."
+        )
+    return number
 
 
 def _of_length(name: str, value: Any, length: int) -> list[Any]:

@@ -15,6 +15,13 @@ from .rollout import Rollout, group_number
 # (rewards [N], group ids [N], trained tokens [N]) -> advantages [N]
 AdvantageEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+_OPTIONAL_TENSORS = {
+    "rollout_log_probs": torch.float32,
+    "ref_log_probs": torch.float32,
+    "teacher_top_ids": torch.int64,
+    "teacher_top_log_probs": torch.float32,
+}
+
 
 def training_sequence(
     rollout: Rollout, advantage: float | Sequence[float], group_id: int
@@ -31,7 +38,8 @@ def training_sequence(
 
     Returns:
         `tokens`, `loss_mask` (bool), `advantages`, `group_ids` (0-dimensional), and the rollout's
-        `rollout_log_probs` and `ref_log_probs` where it has them, fp32.
+        `rollout_log_probs`, `ref_log_probs`, and [T, k] `teacher_top_ids` (int64) and
+        `teacher_top_log_probs` where it has them, fp32.
     """
     tokens = torch.tensor(np.concatenate([rollout.prompt_ids, rollout.response_ids]))
     tokens = tokens.to(torch.int64)
@@ -41,16 +49,17 @@ def training_sequence(
         "advantages": _at_labels(rollout, advantage, torch.float32),
         "group_ids": torch.tensor(group_id),
     }
-    for name in ("rollout_log_probs", "ref_log_probs"):
+    for name, dtype in _OPTIONAL_TENSORS.items():
         if getattr(rollout, name) is not None:
-            sequence[name] = _at_labels(rollout, getattr(rollout, name), torch.float32)
+            sequence[name] = _at_labels(rollout, getattr(rollout, name), dtype)
     return sequence
 
 
 def _at_labels(rollout: Rollout, values: object, dtype: torch.dtype) -> Tensor:
-    per_label = torch.zeros(rollout.num_tokens, dtype=dtype)
+    given = torch.tensor(values, dtype=dtype)
+    per_label = torch.zeros(rollout.num_tokens, *given.shape[1:], dtype=dtype)
     start = len(rollout.prompt_ids) - 1
-    per_label[start : start + len(rollout.response_ids)] = torch.tensor(values, dtype=dtype)
+    per_label[start : start + len(rollout.response_ids)] = given
     return per_label
 
 

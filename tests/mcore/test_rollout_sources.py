@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,46 @@ def arguments(model_folder):  # noqa: F811
         f"run.steps={STEPS}",
         "checkpoint.interval=1",
     ]
+
+
+def taught(rollout: Rollout) -> Rollout:
+    """The rollout with a teacher that always knows three tokens, the third one not in use."""
+    n = len(rollout.response_ids)
+    return replace(
+        rollout,
+        reward=None,
+        teacher_top_ids=[[5, 7, 0]] * n,
+        teacher_top_log_probs=[[math.log(0.6), math.log(0.3), -1000.0]] * n,
+    )
+
+
+@pytest.mark.parametrize("source", ["files", "stream"])
+def test_a_teachers_stored_tokens_are_distilled_the_same_on_two_ranks(arguments, tmp_path, source):
+    files = tmp_path / "files"
+    for name, first in (("a.jsonl", 0), ("b.parquet", 8)):
+        write_rollouts(files / name, map(taught, rows(first, 8)))
+    found = []
+    for ranks, cut in ((1, "batch.micro_batch_size=2"), (2, "batch.micro_batch_size=1")):
+        run = tmp_path / f"{ranks}"
+        jobs.run(
+            [
+                *arguments,
+                "configs/loss/top_k_distillation.yaml",
+                f"rollouts.source={source}",
+                f"rollouts.path={files}",
+                f"run.dir={run}",
+                cut,
+            ],
+            tmp_path / f"{ranks}.log",
+            ranks,
+        )
+        found.append(jobs.metrics(run))
+    alone, together = found
+    assert alone[0]["teacher_mass"] == pytest.approx(0.9)
+    assert alone[-1]["loss"] < 0.7 * alone[0]["loss"]
+    for a, b in zip(alone, together, strict=True):
+        for name in ("loss", "grad_norm", "teacher_mass"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4), name
 
 
 def run_with_kills(arguments: list[str], log: Path, ranks: int = 1) -> list[int | None]:

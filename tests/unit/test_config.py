@@ -26,7 +26,7 @@ MODELS = sorted((CONFIGS / "model").glob("*.yaml"))
 CLUSTERS = sorted((CONFIGS / "cluster").glob("*.yaml"))
 
 # The loss reads tensors that rollouts do not carry.
-NOT_FOR_THE_MAIN_JOB = ("on_policy_distillation", "top_k_distillation")
+NOT_FOR_THE_MAIN_JOB = ("on_policy_distillation",)
 
 
 def problems_of(*overrides, path=DEMO):
@@ -164,6 +164,12 @@ def test_every_recipe_goes_on_top_of_a_run(path):
     config = load_config(base, overrides)
     assert config.run.steps == load_config(base).run.steps
     assert config.loss.max_seq_len == 10
+
+
+def test_sampled_rollouts_have_no_teacher():
+    recipe = str(CONFIGS / "loss" / "top_k_distillation.yaml")
+    (said,) = (x for x in problems_of(recipe, path=DEMO) if x.startswith("rollouts.source"))
+    assert "reads teacher_top_log_probs, teacher_top_ids, which sampled rollouts do not" in said
 
 
 def test_every_loss_has_a_recipe():

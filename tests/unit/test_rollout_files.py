@@ -18,6 +18,7 @@ from megatron_rl_loss.rollouts.files import (
     write_rollouts,
 )
 from megatron_rl_loss.rollouts.rollout import Rollout, group_number
+from megatron_rl_loss.rollouts.stream import RolloutStream
 
 GOOD = {"prompt_ids": [1, 22], "response_ids": [7, 8, 2], "reward": 1.0}
 NAN = math.nan
@@ -50,6 +51,8 @@ FULL = Rollout(
     advantage=[0.1, 0.2, 1 / 3],
     rollout_log_probs=[-0.1, -2.5, float(np.float32(-1 / 3))],
     ref_log_probs=[-1e-9, -30.0, 0.0],
+    teacher_top_ids=[[3, 9], [0, 0], [5, 1]],
+    teacher_top_log_probs=[[-0.1, -2.5], [0.0, 0.0], [float(np.float32(-1 / 3)), -1000.0]],
     group_id="prompt 1",
     metadata={"source": "ü", "nested": {"a": [1, None]}},
 )
@@ -251,6 +254,19 @@ BAD_RECORDS = [
     ({"rollout_log_probs": [0.5, 0.1, 0.2]}, "a log-prob is at most 0, got 0.5 at response pos"),
     ({"rollout_log_probs": [-1.0, "a", -1.0]}, "field 'rollout_log_probs': expected a number"),
     ({"ref_log_probs": [-math.inf, -1.0, -1.0]}, "field 'ref_log_probs': is -inf at response"),
+    ({"teacher_top_ids": [[1], [2]]}, "field 'teacher_top_ids': has 2 entries, but .* has 3"),
+    ({"teacher_top_ids": [1, 2, 3]}, "field 'teacher_top_ids': expected a list, got int 1"),
+    ({"teacher_top_ids": [[1], [2, 3], [4]]}, "has 2 entries at response position 1 and 1 at pos"),
+    ({"teacher_top_ids": [[], [], []]}, "'teacher_top_ids': has 0 entries at response position 0"),
+    ({"teacher_top_ids": [[1], [-1], [1]]}, "expected token ids .* int -1 at response position 1"),
+    ({"teacher_top_ids": [[1], [100], [1]]}, "'teacher_top_ids': token id 100 at response pos.* 1"),
+    ({"teacher_top_log_probs": [[-1.0], [0.5], [-1.0]]}, "is at most 0, got 0.5 at response pos"),
+    ({"teacher_top_log_probs": [[-1.0], [NAN], [-1.0]]}, "is at most 0, got nan at response pos"),
+    ({"teacher_top_log_probs": [[-1.0], [None], [-1.0]]}, "at most 0, got nan at response pos"),
+    (
+        {"teacher_top_ids": [[1, 2]] * 3, "teacher_top_log_probs": [[-1.0]] * 3},
+        "'teacher_top_ids': has 2 entries per token, but 'teacher_top_log_probs' has 1",
+    ),
     ({"group_id": 1.5}, r"field 'group_id': expected an integer \(int64\) or a string, got float"),
     ({"group_id": 2**64}, "field 'group_id': expected an integer"),
     ({"reward": 1e39}, "field 'reward': must be finite, got 1e\\+39"),
@@ -321,15 +337,49 @@ def test_all_bad_rollouts_are_listed_up_to_ten(tmp_path):
     assert len(lines) == 12 and lines[-1] == "... and 2 more"
 
 
-@pytest.mark.parametrize("field", ["reward", "rollout_log_probs", "ref_log_probs", "group_id"])
+@pytest.mark.parametrize(
+    "field", ["reward", "rollout_log_probs", "ref_log_probs", "teacher_top_ids", "group_id"]
+)
 @pytest.mark.parametrize("first", [True, False])
 def test_mixed_kinds_are_refused(tmp_path, field, first):
-    value = {"reward": 1.0, "group_id": 3}.get(field, [-1.0] * 3)
+    values = {"reward": 1.0, "group_id": 3, "teacher_top_ids": [[1]] * 3}
+    value = values.get(field, [-1.0] * 3)
     base = {"prompt_ids": [1], "response_ids": [7, 8, 2], "advantage": 0.5}
     records = [base, {**base, field: value}]
     path = write_lines(tmp_path / "x.jsonl", *(records if first else records[::-1]))
     with pytest.raises(RolloutError, match=rf"line 2, field '{field}': is.* line 1; rollouts that"):
         RolloutFiles(path)
+
+
+def test_a_teacher_gives_as_many_tokens_in_every_rollout(tmp_path):
+    records = [{**GOOD, "teacher_top_ids": [[1] * k] * 3} for k in (2, 3)]
+    path = write_lines(tmp_path / "x.jsonl", *records)
+    with pytest.raises(RolloutError, match=r"line 2, .* has 3 entries per token, but 2 in .*fill"):
+        RolloutFiles(path)
+    write_lines(tmp_path / "a.jsonl", records[0])
+    write_lines(path, records[1])
+    with pytest.raises(RolloutError, match=r"x\.jsonl, line 1, .* has 3 entries per token, but 2"):
+        RolloutStream(tmp_path).take(2)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [("teacher_top_ids", -1), ("teacher_top_ids", 1e9)]
+    + [("teacher_top_log_probs", bad) for bad in (0.5, NAN, None, "a")],
+)
+def test_a_teachers_entries_at_masked_positions_are_not_looked_at(tmp_path, field, bad):
+    good = -1.0 if field == "teacher_top_log_probs" else 5
+    teacher = [[good, good], [good, bad], [good, good]]
+    record = {**GOOD, field: teacher, "loss_mask": [True, False, True]}
+    (got,) = read_rollouts(write_lines(tmp_path / "x.jsonl", record), vocab_size=100)
+    assert getattr(got, field) == ((good, good), (0, 0), (good, good))
+
+
+def test_drop_non_finite_takes_a_teachers_unknown_log_probs_out_of_the_mask(tmp_path):
+    record = {**GOOD, "teacher_top_log_probs": [[-1.0, NAN], [-1.0, -math.inf], [-1.0, -1.0]]}
+    (got,) = read_rollouts(write_lines(tmp_path / "x.jsonl", record), drop_non_finite=True)
+    assert got.loss_mask == (False, True, True)
+    assert got.teacher_top_log_probs[1] == (-1.0, -math.inf)
 
 
 @pytest.mark.parametrize("field", ["rollout_log_probs", "ref_log_probs", "advantage"])

@@ -22,7 +22,11 @@ def rollout(number: int, group: int | None, **fields) -> Rollout:
     """The reward is the rollout's number, by which the tests know it again."""
     rng = random.Random(number)
     length = rng.randint(1, 6)
-    fields = {"rollout_log_probs": [-rng.random() for _ in range(length)], **fields}
+    teacher = {
+        "teacher_top_ids": [[rng.randrange(100), 7] for _ in range(length)],
+        "teacher_top_log_probs": [[-rng.random(), -1000.0] for _ in range(length)],
+    }
+    fields = {"rollout_log_probs": [-rng.random() for _ in range(length)], **teacher, **fields}
     ids = [rng.randrange(100) for _ in range(length)]
     return Rollout([1, 2, number % 7], ids, reward=number, group_id=group, **fields)
 
@@ -128,11 +132,19 @@ def test_a_mini_batch_that_cuts_a_group_is_refused(tmp_path):
         ({"reward": float("inf")}, {}, "must be finite"),
         ({"reward": None}, {}, "neither it nor 'advantage' is given"),
         ({"rollout_log_probs": None}, {}, "is not given here, but is in"),
+        ({"teacher_top_ids": [[100]]}, {"vocab_size": 100}, "token id 100 at response position 0"),
+        ({"teacher_top_ids": [[-1]]}, {}, "got int -1 at response position 0"),
+        ({"teacher_top_ids": [[1, 2]]}, {}, "has 2 entries per token, but"),
+        ({"teacher_top_ids": [[1], [2]]}, {}, "has 2 entries, but 'response_ids' has 1"),
+        ({"teacher_top_ids": None}, {}, "is not given here, but is in"),
+        ({"teacher_top_log_probs": [[0.5]]}, {}, "a log-prob is at most 0, got 0.5"),
+        ({"teacher_top_log_probs": [[float("nan")]]}, {}, "a log-prob is at most 0, got nan"),
         ({"prompt_ids": [3] * 9}, {"max_tokens": 9}, "more than the sequence length, 9"),
     ],
 )
 def test_a_bad_row_is_named_by_file_row_and_field(tmp_path, kind, change, checks, message):
     good = {"prompt_ids": [1], "response_ids": [2], "reward": 1.0, "rollout_log_probs": [-1.0]}
+    good |= {"teacher_top_ids": [[3]], "teacher_top_log_probs": [[-1.0]]}
     rows = [dict(good) for _ in range(9)]
     rows[6] |= change
     path = tmp_path / f"r.{kind}"
@@ -177,6 +189,12 @@ ODD = {
     "an id that is a bool": '{"prompt_ids": [1], "response_ids": [true], "reward": 1.0}',
     "an id that is too large": '{"prompt_ids": [1], "response_ids": [4294967296], "reward": 1.0}',
     "an id below 0": '{"prompt_ids": [-1], "response_ids": [2], "reward": 1.0}',
+    "ids in a list too many": '{"prompt_ids": [[1]], "response_ids": [2], "reward": 1.0}',
+    "ids in an object": '{"prompt_ids": [{"a": 1}], "response_ids": [2], "reward": 1.0}',
+    "log-probs in a list too many": (
+        '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "rollout_log_probs": [[-1.0]]}'
+    ),
+    "a bracket in text": '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_id": "["}',
     "ids as text": '{"prompt_ids": "1", "response_ids": [2], "reward": 1.0}',
     "a mask of numbers": '{"prompt_ids": [1], "response_ids": [2], "loss_mask": [1], "reward": 1}',
     "a mask of text": '{"prompt_ids": [1], "response_ids": [2], "loss_mask": ["a"], "reward": 1}',
@@ -201,6 +219,25 @@ ODD = {
     "an advantage per token": '{"prompt_ids": [1], "response_ids": [2], "advantage": [1.0]}',
     "integers for log-probs": (
         '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "rollout_log_probs": [-1]}'
+    ),
+    "a teacher": (
+        '{"prompt_ids": [1], "response_ids": [2, 3], "reward": 1, '
+        '"teacher_top_ids": [[5, 6], [7, 8]], "teacher_top_log_probs": [[-1, -2.5], [0.0, -9]]}'
+    ),
+    "a teacher's id that is a float": (
+        '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "teacher_top_ids": [[1.0]]}'
+    ),
+    "a teacher without lists": (
+        '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "teacher_top_ids": [1]}'
+    ),
+    "a teacher with a list too many": (
+        '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "teacher_top_ids": [[[1]]]}'
+    ),
+    "a teacher's empty list": (
+        '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "teacher_top_ids": [[]]}'
+    ),
+    "a teacher's lists of different lengths": (
+        '{"prompt_ids": [1], "response_ids": [2, 3], "reward": 1, "teacher_top_ids": [[1], [2, 3]]}'
     ),
     "text groups": '{"prompt_ids": [1], "response_ids": [2], "reward": 1, "group_id": "a"}',
 }
