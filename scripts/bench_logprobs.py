@@ -181,7 +181,8 @@ class Candidate:
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.name, self.results, self.warm = name, [], False
-        store = Path(tempfile.mkdtemp(prefix="bench-")) / "store"
+        self.folder = tempfile.TemporaryDirectory(prefix="bench-")
+        store = Path(self.folder.name) / "store"
         command = [sys.executable, __file__, *sys.argv[1:], "--worker", name]
         env = {**os.environ, "BENCH_STORE": str(store), "WORLD_SIZE": str(args.tp)}
         self.processes = [
@@ -217,6 +218,7 @@ class Candidate:
         for p in self.processes:
             p.kill()
             p.wait()
+        self.folder.cleanup()
 
     def median(self, key: str) -> float:
         return statistics.median(r[key] for r in self.results)
@@ -299,6 +301,8 @@ def main() -> None:
         return worker(args)
     table = LOGITS if args.path == "logits" else HIDDEN
     names = args.candidates.split(",") if args.candidates else list(table)
+    if unknown := set(names) - set(table):
+        sys.exit(f"no such candidates: {', '.join(sorted(unknown))}; there are {', '.join(table)}.")
     names = [
         n for n in names
         if (table[n][1] or not args.entropy) and (table[n][2] or args.tp == 1) and installed(n)

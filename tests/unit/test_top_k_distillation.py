@@ -196,9 +196,7 @@ def test_packing_keeps_the_entries_and_refuses_another_k():
     assert padded["teacher_top_ids"].shape == (2, 8, 2)
     assert torch.equal(padded["teacher_top_ids"][1, :5], pair[1]["teacher_top_ids"])
     assert collate(pair, (), multiple=4)["teacher_top_ids"].shape == (1, 4, 2)
-    with pytest.raises(
-        InputError, match=r"sequence 1: .* \(5, 3\), expected \(5, 2\)"
-    ):
+    with pytest.raises(InputError, match=r"sequence 1: .* \(5, 3\), expected \(5, 2\)"):
         pack_sequences([pair[0], sequence(5, 3)])
 
 
