@@ -6,8 +6,8 @@
 #   scripts/run_versions.sh 0.13.1 0.19.2              # these
 #   TESTS="tests/mcore/test_moe.py" scripts/run_versions.sh 0.19.2
 #
-# PYTHON: interpreter. VERSIONS_DIR: where the versions are kept. INSTALL_ONLY=1: run nothing. From 0.17 on Megatron-Core
-# declares Python >= 3.12; it is built from source and runs on 3.11 too.
+# PYTHON: interpreter. VERSIONS_DIR: where the versions are kept. INSTALL_ONLY=1: run nothing. From
+# 0.17 on Megatron-Core declares Python >= 3.12; it is built from source and runs on 3.11 too.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
@@ -46,4 +46,6 @@ if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2
     exit 1
 fi
-echo "passed: ${versions[*]}"
+done_word=passed
+[ -z "$install_only" ] || done_word=installed
+echo "$done_word: ${versions[*]}"
