@@ -12,14 +12,16 @@ import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .config.load import load_config
 from .config.schema import Config
 from .config.validate import check_layout
-from .errors import ConfigError, MegatronRLLossError
+from .errors import ConfigError, InputError, MegatronRLLossError
 
 if TYPE_CHECKING:
     from .mcore.audit_run import Audit
@@ -100,7 +102,7 @@ def audit(
     from .mcore.audit_gradients import UnguardedStep
 
     _start(config)
-    foreign = None if forward_step is None else _import_together(forward_step)
+    foreign = None if forward_step is None else _guarded(forward_step)
     build = _model_audit if use_model else _stand_in_audit
     made = build(config, policy_only=foreign is not None)
     found = made.set_up_findings()
@@ -167,8 +169,12 @@ def _stand_in_audit(config: Config, policy_only: bool = False, **overrides: Any)
         overrides: of `stand_in_chunks`.
     """
     from .audit_stand_in import stand_in_chunks, stand_in_spec
+    from .mcore.model_layout import padded_vocab_size
 
     spec = stand_in_spec(config)
+    if policy_only:  # Megatron's own cross-entropy does not mask the padding of a vocabulary
+        tp = config.parallel.tensor_model_parallel_size
+        spec = replace(spec, vocab_size=padded_vocab_size(spec.vocab_size, tp))
     return _audit_of(config, stand_in_chunks(config, spec, **overrides), spec, policy_only)
 
 
@@ -219,6 +225,30 @@ def _imported(path: str) -> Callable[..., Any]:
     if not callable(fn):
         raise ConfigError(f"the forward step {path!r} is no function but {type(fn).__name__}.")
     return fn
+
+
+def _guarded(path: str) -> Callable[..., Any]:
+    """Returns the forward step; whatever it raises is an error, not a wrong gradient."""
+    fn = _import_together(path)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = fn(*args, **kwargs)
+        except MegatronRLLossError:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            raise InputError(
+                f"the forward step {path!r} raised {type(error).__name__}: {error}"
+            ) from error
+        if not (isinstance(result, tuple) and len(result) == 2 and callable(result[1])):
+            raise InputError(
+                f"the forward step {path!r} returned {type(result).__name__}, expected a tuple "
+                "(output, loss_func), as Megatron does."
+            )
+        return result
+
+    return step
 
 
 def _import_together(path: str) -> Callable[..., Any]:
@@ -277,3 +307,7 @@ def _layout_line(config: Config) -> str:
 
 def _row(name: str, verdict: str, names: str) -> str:
     return f"{name:<22}{verdict:<16}{names}".rstrip()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

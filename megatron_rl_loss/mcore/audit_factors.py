@@ -87,5 +87,6 @@ def _distance_from_mean(g: Tensor, group: dist.ProcessGroup) -> float:
 
 def _factor(gr: float, rr: float, gg: float, data: float, tensor: float) -> Factor:
     factor = gr / rr
-    residual = math.sqrt(max(0.0, gg - factor * gr) / rr)
+    rest = gg - factor * gr
+    residual = math.sqrt((0.0 if rest < 0.0 else rest) / rr)  # NaN stays
     return Factor(factor, residual, math.sqrt(data / rr), math.sqrt(tensor / rr))

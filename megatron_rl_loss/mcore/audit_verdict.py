@@ -96,6 +96,8 @@ def findings(cuts: Sequence[Cut], sizes: Sizes, tolerance: float) -> list[Findin
     if all(is_right(f, tolerance) for cut in cuts for f in cut.factors.values()):
         return found
     if not found:
+        found = _no_gradient(cuts, tolerance)
+    if not found:
         found = _expert_ranks(cuts, sizes, tolerance) or _spreads(cuts, tolerance)
     if not found:
         found = _explained(cuts, sizes, tolerance)
@@ -116,6 +118,15 @@ def _reductions(cuts: Sequence[Cut], sizes: Sizes) -> list[Finding]:
             "that reduces; set it to megatron.core.distributed.finalize_model_grads"
         )
         return [Finding(("finalize missing",), text)]
+    return []
+
+
+def _no_gradient(cuts: Sequence[Cut], tolerance: float) -> list[Finding]:
+    factors = [f for cut in cuts for f in cut.factors.values()]
+    if not all(math.isfinite(x) for f in factors for x in f):
+        return [Finding(("not finite",), "the gradient has NaN or inf; look at the loss")]
+    if all(abs(f.factor) <= tolerance and _is_clean(f, tolerance) for f in factors):
+        return [Finding(("no gradient",), "the gradient is zero: the loss is detached or masked")]
     return []
 
 
@@ -151,18 +162,47 @@ def _spreads(cuts: Sequence[Cut], tolerance: float) -> list[Finding]:
 
 def _explained(cuts: Sequence[Cut], sizes: Sizes, tolerance: float) -> list[Finding]:
     values = [_common(cut.factors, tolerance) for cut in cuts]
-    if None not in values:
-        found = _powers(cuts, [float(v) for v in values if v is not None], sizes, tolerance)
-        if found:
-            return found
+    factors = [v for v in values if v is not None]
+    one_factor = len(factors) == len(cuts)
+    fitting = _fitting(cuts, sizes, tolerance)
+    # under token_mean, weight 1 for every token is a constant factor too: name the weights
+    return (
+        (one_factor and _powers(cuts, factors, sizes, tolerance))
+        or [_hypothesis(m) for m, c, f in fitting if _matches(c, f, sizes, tolerance)][:1]
+        or (one_factor and _constant(factors, tolerance))
+        or [_hypothesis(m) for m, _, _ in fitting][:1]
+    )
+
+
+def _hypothesis(mistake: str) -> Finding:
+    return Finding((mistake,), _HYPOTHESIS_TEXTS[mistake])
+
+
+def _fitting(
+    cuts: Sequence[Cut], sizes: Sizes, tolerance: float
+) -> list[tuple[str, list[Cut], list[float]]]:
+    """Returns the hypotheses that explain every cut up to a factor: name, cuts, factors."""
+    # a cut that is right fits every mistake that makes no difference in it
+    wrong = [cut for cut in cuts if cut.fits]
+    found = []
     for mistake in HYPOTHESES:
         if mistake == "local counts" and sizes.dp == 1:
             continue  # they are the counts of the whole mini-batch
-        # a cut that is right fits every mistake that makes no difference in it
-        fits = [_common(cut.fits.get(mistake, {}), tolerance) for cut in cuts if cut.fits]
-        if fits and None not in fits:
-            return [Finding((mistake,), _HYPOTHESIS_TEXTS[mistake])]
-    return []
+        fits = [_common(cut.fits.get(mistake, {}), tolerance) for cut in wrong]
+        if wrong and None not in fits:
+            found.append((mistake, wrong, [f for f in fits if f is not None]))
+    return found
+
+
+def _constant(factors: Sequence[float], tolerance: float) -> list[Finding]:
+    first = factors[0]
+    if not all(math.isclose(first, x, rel_tol=2 * tolerance) for x in factors):
+        return []
+    text = (
+        f"every gradient is {first:.4g} times the right one, however the mini-batch is cut: the "
+        "loss has another sign or is multiplied by a constant"
+    )
+    return [Finding(("constant factor",), text)]
 
 
 def _common(factors: Mapping[str, Factor], tolerance: float) -> float | None:
@@ -182,22 +222,28 @@ def _powers(
     cuts: Sequence[Cut], values: Sequence[float], sizes: Sizes, tolerance: float
 ) -> list[Finding]:
     """Finds the simplest M^a D^b C^c that all cuts agree with; several if equally simple."""
-    exponents = range(-2, 3)
-    matches = [
-        (a, b, c)
-        for a, b, c in itertools.product(exponents, repeat=3)
-        if not (b and sizes.dp == 1) and not (c and sizes.cp == 1)
-        if all(
-            math.isclose(v, cut.num_microbatches**a * sizes.dp**b * sizes.cp**c, rel_tol=tolerance)
-            for cut, v in zip(cuts, values)
-        )
-    ]
+    matches = _matches(cuts, values, sizes, tolerance)
     if not matches:
         return []
     fewest = min(sum(map(abs, m)) for m in matches)
     best = [m for m in matches if sum(map(abs, m)) == fewest]
     names = tuple(dict.fromkeys(name for m in best for name in _mistakes(m, sizes)))
     return [Finding(names, "; or ".join(_power_text(m) for m in best))]
+
+
+def _matches(
+    cuts: Sequence[Cut], values: Sequence[float], sizes: Sizes, tolerance: float
+) -> list[tuple[int, int, int]]:
+    """Returns every (a, b, c) for which each cut's value is its M^a D^b C^c."""
+    return [
+        (a, b, c)
+        for a, b, c in itertools.product(range(-2, 3), repeat=3)
+        if not (b and sizes.dp == 1) and not (c and sizes.cp == 1)
+        if all(
+            math.isclose(v, cut.num_microbatches**a * sizes.dp**b * sizes.cp**c, rel_tol=tolerance)
+            for cut, v in zip(cuts, values)
+        )
+    ]
 
 
 def _mistakes(match: tuple[int, int, int], sizes: Sizes) -> list[str]:

@@ -134,11 +134,17 @@ def test_every_planted_mistake_that_shows_is_named(ranks, settings, hidden):
         ("right", 0, "right: every factor is 1."),
         ("without_factor", 1, "num_microbatches or dp_size"),
         ("micro_batch_mean", 1, "micro-batch mean"),
+        ("flipped", 1, "constant factor"),
     ],
 )
 def test_a_foreign_forward_step_is_audited(step, status, named):
     text, code = audit_on(2, forward_step=f"tests.mcore.foreign_steps:{step}")
     assert code == status and named in text.replace(") or (", " or "), text
+
+
+def test_a_foreign_forward_step_that_raises_is_an_error_and_not_a_wrong_gradient():
+    with pytest.raises(RankError, match="foreign_steps:broken' raised KeyError: 'boom'"):
+        run_ranks(run_audit, 2, [], "tests.mcore.foreign_steps:broken", timeout=60)
 
 
 def test_a_forward_step_that_cannot_be_imported_fails_on_all_ranks_at_once():

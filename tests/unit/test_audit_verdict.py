@@ -35,7 +35,10 @@ def mistakes(cut, whole, sizes, reductions=1, fits=({}, {})):
         (1 / 3, 1 / 3, ["cp_size"]),
         (1 / 10, 1 / 2, ["num_microbatches", "dp_size"]),
         (6.0, 6.0, ["dp_size", "cp_size", "calculate_per_token_loss"]),
-        (1.7, 1.7, ["unexplained"]),
+        (1.7, 1.7, ["constant factor"]),
+        (-1.0, -1.0, ["constant factor"]),
+        (0.0, 0.0, ["no gradient"]),
+        (float("nan"), float("nan"), ["not finite"]),
         (1.0, 1.7, ["unexplained"]),
     ],
 )
