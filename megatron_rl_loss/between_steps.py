@@ -12,6 +12,7 @@ from .mcore.checkpoint import Checkpointer
 from .signals import Agreement, StopSignals, Watchdog
 
 STOPPED_FILE = "stopped.json"
+GIVE_WAY_S = 60.0
 
 
 class BetweenSteps:
@@ -76,6 +77,14 @@ class BetweenSteps:
         """
         if self._checkpoints is not None:
             self._checkpoints.finish()
+
+    def give_way(self) -> None:
+        """Before an error ends the run: lets a checkpoint that is being written get to the disk.
+
+        The wait has a bound, for the other ranks may not have met the error.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.wait(GIVE_WAY_S)
 
     def _stop(self, done: int) -> None:
         saved = "no checkpoint, as checkpoint.interval is not set"

@@ -138,7 +138,11 @@ def _train(config: Config, signals: StopSignals, watchdog: Watchdog) -> list[Map
         between = BetweenSteps(folder, config.run.steps, job.checkpoints, signals, watchdog)
         done, earlier = _resume(config, job, log)
         signals.arm()
-        rows = run_steps(job, log, config, between, done)
+        try:
+            rows = run_steps(job, log, config, between, done)
+        except Exception:
+            between.give_way()
+            raise
         if config.run.export and done + len(rows) == config.run.steps:
             export_trained(config, job)
         return [*earlier, *rows]

@@ -136,6 +136,10 @@ class Checkpointer:
     def is_due(self, step: int) -> bool:
         return step % self.interval == 0
 
+    def wait(self, timeout_s: float) -> None:
+        """Lets a save that is under way end, but waits no longer than that; raises nothing."""
+        self._background.wait(timeout_s)
+
     def finish(self) -> None:
         """Waits until the last save is on the disk.
 

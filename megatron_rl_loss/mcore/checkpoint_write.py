@@ -183,6 +183,11 @@ class Background:
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
+    def wait(self, timeout_s: float) -> None:
+        """Waits for the function, but no longer than that; raises nothing."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
     def finish(self) -> None:
         """Waits for the function, and raises what it raised."""
         if self._thread is not None:

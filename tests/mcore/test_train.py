@@ -216,3 +216,27 @@ def test_a_bad_rollout_stops_both_ranks_before_training(model_folder, rollout_fi
     said = (tmp_path / "log").read_text()
     assert "bad.jsonl, line 6" in said and "reward" in said
     assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_an_error_lets_the_checkpoint_that_is_being_written_get_to_the_disk(
+    model_folder, rollout_file, tmp_path
+):
+    lines = rollout_file.read_text().splitlines()
+    long = json.loads(lines[-1])
+    long["response_ids"] = long["response_ids"] * 50
+    path = tmp_path / "long.jsonl"
+    path.write_text("\n".join([*lines[:-1], json.dumps(long)]))
+    arguments = [
+        "configs/files_example.yaml",
+        f"run.dir={tmp_path / 'run'}",
+        f"model.path={model_folder}",
+        f"rollouts.path={path}",
+        "rollouts.per_step=8",
+        "rollouts.shuffle=false",
+        "batch.micro_batch_size=null",
+        "batch.max_tokens_per_microbatch=32",
+        "checkpoint.interval=1",
+    ]
+    assert jobs.finish(jobs.start(arguments, tmp_path / "log", 1)) == [2]
+    assert "max_tokens_per_microbatch 32" in (tmp_path / "log").read_text()
+    assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
