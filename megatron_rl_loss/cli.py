@@ -30,3 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return plan(words[1:])
     print(f"usage: megatron-rl-loss {{{','.join(COMMANDS)}}} ...", file=sys.stderr)
     return 0 if command in ("-h", "--help") else 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

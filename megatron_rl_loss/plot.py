@@ -200,3 +200,7 @@ def _pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,7 +1,7 @@
 """A Megatron loop of somebody else's, with this plugin's three lines; runs on a CPU in seconds.
 
-    python scripts/toy_loop.py
-    torchrun --nproc-per-node 2 scripts/toy_loop.py      # the same numbers on two data ranks
+Run `python scripts/toy_loop.py`, or on two data ranks, with the same numbers,
+`torchrun --nproc-per-node 2 scripts/toy_loop.py`.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def check_thresholds(low: float, high: float) -> None:
 
 def check_positive(name: str, value: float) -> None:
     """Raises `ConfigError` unless `value` is finite and > 0."""
-    if not 0.0 < value < float("inf"):
-        raise ConfigError(f"{name} must be finite and > 0, got {value}.")
+    if not isinstance(value, (int, float)) or not 0.0 < value < float("inf"):
+        raise ConfigError(f"{name} must be a number, finite and > 0, got {value!r}.")
 
 
 def check_fraction(name: str, value: float) -> None:

@@ -72,6 +72,11 @@ def check_loss(loss: str | Callable[..., TokenLoss | Tensor], **settings: Any) -
                 "masked values reach its loss or gradient, or the loss is random",
                 not trial.ignores_masked_values(),
             ),
+            (
+                "it sums or averages along a row, which may hold several packed sequences: ask for "
+                "`sequences`",
+                not trial.ignores_packing(),
+            ),
             ("a stat is not one constant per token", not trial.stats_are_constants()),
             ("it changes its inputs in place", not trial.leaves_inputs()),
             (
@@ -159,6 +164,15 @@ class _Trial:
             torch.equal(a, b) for step in steps[1:] for a, b in zip(steps[0], step, strict=True)
         )
 
+    def ignores_packing(self) -> bool:
+        """Puts all rows into one; losses that ask for `sequences` are told where each ends."""
+        if "sequences" in self.spec.needs:
+            return True
+        packed = {name: value.flatten(0, 1).unsqueeze(0) for name, value in self.tensors.items()}
+        got = self.values(packed, self.mask.reshape(1, -1)).view_as(self.mask)
+        want = self.values(self.tensors, self.mask)
+        return torch.allclose(got, want, rtol=1e-4, atol=1e-6)
+
     def stats_are_constants(self) -> bool:
         stats = self.call({**self.tensors, **self.leaves(self.tensors)}, self.mask).stats
         return all(
@@ -173,15 +187,29 @@ class _Trial:
 
     def is_homogeneous(self) -> bool:
         generator = torch.Generator().manual_seed(1)
-        weights = 0.01 * torch.rand(_ROWS, _LENGTH, generator=generator) + 1e-3
-        scaled = {**self.tensors, "advantages": self.tensors["advantages"] * weights}
-        want = self.values(self.tensors, self.mask) * weights
-        return torch.allclose(self.values(scaled, self.mask), want, rtol=1e-4, atol=1e-8)
+        weights = torch.rand(_ROWS, _LENGTH, generator=generator) + 0.1
+        values = self.values(self.tensors, self.mask)
+        return all(
+            torch.allclose(
+                self.values(self.with_advantages_times(size * weights), self.mask),
+                values * size * weights,
+                rtol=1e-4,
+                atol=1e-6 * size,
+            )
+            for size in (0.01, 100.0)  # clamps and thresholds of either side
+        )
+
+    def with_advantages_times(self, factor: Tensor | float) -> dict[str, Tensor]:
+        return {**self.tensors, "advantages": self.tensors["advantages"] * factor}
 
     def rows_are_independent(self) -> bool:
-        together = self.values(self.tensors, self.mask)
-        alone = [
-            self.values({k: v[i : i + 1] for k, v in self.tensors.items()}, self.mask[i : i + 1])
-            for i in range(_ROWS)
-        ]
-        return torch.allclose(torch.cat(alone), together, rtol=1e-4, atol=1e-6)
+        for size in (1.0, 100.0):  # large ones reach the thresholds of covariances
+            tensors = self.with_advantages_times(size)
+            alone = [
+                self.values({k: v[i : i + 1] for k, v in tensors.items()}, self.mask[i : i + 1])
+                for i in range(_ROWS)
+            ]
+            together = self.values(tensors, self.mask)
+            if not torch.allclose(torch.cat(alone), together, rtol=1e-4, atol=1e-6 * size):
+                return False
+        return True

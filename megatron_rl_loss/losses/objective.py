@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_same_shape
 from ..errors import ConfigError, InputError
 from ..metrics import MetricTensors, masked_max, mean_pair, sum_pair
 from ..ops.kl import check_kl_estimator, is_weighted_kl, kl_penalty
@@ -64,7 +65,8 @@ class Objective:
         check_settings(self.spec, dict(self.loss_settings))
         for name in ("kl_coef", "entropy_coef", "entropy_max"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, (int, float)):
+            given = value is not None or name != "entropy_max"
+            if given and not isinstance(value, (int, float)):
                 raise ConfigError(f"{name} must be a number, got {value!r}.")
         check_kl_estimator(self.kl_estimator, is_weighted=self.kl_is_weighted)
         if not 0.0 <= self.kl_coef < float("inf"):
@@ -163,8 +165,13 @@ class Objective:
             token_log_probs: [rows, S, k] fp32, nats, of the tokens `TOKEN_IDS_FIELD`, for a loss
                 that reads them; gets the gradient.
 
+        Raises:
+            InputError: something that is needed is missing, or a shape would be broadcast.
+
         Communicates: only through `sequences`, if the loss or the correction asks for it.
         """
+        check_same_shape("loss_weights", loss_weights, "loss_mask", loss_mask)
+        self._check_given(tensors, entropy, token_log_probs)
         made = {"log_probs": log_probs, "entropy": entropy, "token_log_probs": token_log_probs}
         clean = self._clean(made, tensors, loss_mask)
         sequences = sequences or Sequences(loss_mask)
@@ -180,6 +187,19 @@ class Objective:
         metrics |= {name: mean_pair(values, loss_mask) for name, values in means.items()}
         metrics |= _log_prob_metrics(clean, loss_mask)
         return loss_sum, metrics
+
+    def _check_given(
+        self, tensors: Mapping[str, Tensor], entropy: Tensor | None, of_set: Tensor | None
+    ) -> None:
+        # the ids are for whoever makes the set's log-probs
+        missing = [x for x in self.needs if x not in tensors and x != TOKEN_IDS_FIELD]
+        missing += ["token_log_probs"] if self.spec.reads_token_set and of_set is None else []
+        missing += ["entropy"] if self.needs_entropy_gradient and entropy is None else []
+        if missing:
+            raise InputError(
+                f"the objective with the loss {self.loss!r} needs {', '.join(missing)}, got "
+                f"{', '.join(tensors) or 'no tensors'}; `needs` lists what to give."
+            )
 
     def _clean(
         self,

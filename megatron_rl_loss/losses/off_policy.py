@@ -39,8 +39,8 @@ class OffPolicy:
 
     Attributes:
         is_level: importance weight of a token: a level; "given": the micro-batch's
-            `rollout_is_weights`; None: 1.
-        is_min, is_max: band of the weight, 0 <= min < max.
+            `rollout_is_weights` as they are, of any sign; None: 1.
+        is_min, is_max: band of the weight, 0 <= min < max; not for given weights.
         is_outside: weights outside the band are set to its border ("truncate", TIS) or to 0
             ("mask", icepop).
         reject_level: tokens whose ratio at that level is outside [reject_min, reject_max] are
@@ -50,7 +50,7 @@ class OffPolicy:
             mean(rollout_log_probs - log_probs) > negative_max_kl, nats per token; None: nothing.
 
     Raises:
-        ConfigError: an unknown name, a band that is empty or negative, or a bound for nothing.
+        ConfigError: an unknown name, a band that is empty, negative or of given weights.
 
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
     (2025) for TIS; Ling Team, "Every Step Evolves" (2025) for icepop; Hilton et al., "Batch
@@ -73,6 +73,12 @@ class OffPolicy:
         _check_choice("reject_level", self.reject_level, (None, *REJECT_LEVELS))
         _check_band("is", self.is_min, self.is_max)
         _check_band("reject", self.reject_min, self.reject_max)
+        band = (self.is_min, self.is_max, self.is_outside)
+        if self.is_level == "given" and band != (OffPolicy.is_min, OffPolicy.is_max, "truncate"):
+            raise ConfigError(
+                "is_min, is_max and is_outside bound ratios; the weights of is_level='given' are "
+                "multiplied in as they are. Bound them before you pass them."
+            )
         if self.negative_max_kl is not None and not 0.0 <= self.negative_max_kl < float("inf"):
             raise ConfigError(
                 f"negative_max_kl must be finite and >= 0 nats, got {self.negative_max_kl}."
@@ -116,8 +122,8 @@ def correction(
 
     Returns:
         [rows, S] constant, >= 0 unless weights are given; stats `is_weight_mean` and
-        `is_weight_sq_mean` (their ratio mean^2 / sq_mean is the effective share of tokens),
-        `is_outside_fraction`, `rejected_fraction`.
+        `is_weight_sq_mean` (their ratio mean^2 / sq_mean is the effective share of tokens); where
+        there is such a band, `is_outside_fraction` and `rejected_fraction`.
     """
     weight, stats = _weights(off_policy, tensors, sequences)
     rejected = _rejected(off_policy, tensors, sequences)
@@ -178,9 +184,8 @@ def _weights(
     if off_policy.is_level is None:
         return torch.ones_like(tensors["log_probs"].detach()), {}
     if off_policy.is_level == "given":
-        rho = tensors["rollout_is_weights"]
-    else:
-        rho = _ratio(off_policy.is_level, tensors, sequences)
+        return tensors["rollout_is_weights"], {}
+    rho = _ratio(off_policy.is_level, tensors, sequences)
     outside = (rho < off_policy.is_min) | (rho > off_policy.is_max)
     if off_policy.is_outside == "mask":
         rho = torch.where(outside, 0.0, rho)
@@ -222,7 +227,9 @@ def _check_choice(name: str, value: str | None, known: tuple[str | None, ...]) -
 
 
 def _check_band(name: str, low: float, high: float) -> None:
-    if not 0.0 <= low < high:
+    numbers = all(isinstance(x, (int, float)) for x in (low, high))
+    if not numbers or not 0.0 <= low < high:
         raise ConfigError(
-            f"{name}_min and {name}_max must be ratios with 0 <= min < max, got {low} and {high}."
+            f"{name}_min and {name}_max must be ratios with 0 <= min < max, got {low!r} and "
+            f"{high!r}."
         )

@@ -120,6 +120,8 @@ def loss_spec(loss: str | Callable[..., TokenLoss | Tensor]) -> LossSpec:
     """
     if callable(loss):
         return LossSpec(loss, homogeneous=getattr(loss, "homogeneous", False))
+    if not isinstance(loss, str):
+        raise ConfigError(f"a loss is a name, an import path or a function, got {loss!r}.")
     if loss in LOSSES:
         return LOSSES[loss]
     if ":" in loss:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..ops.ratios import log_ratio, ratio
 from ..types import TokenLoss
-from .bounds import check_positive, check_thresholds
+from .bounds import check_positive
 
 _LARGEST_LOG_PROB = -1e-6  # keeps log(1 - p) finite in fp32
 
@@ -39,7 +39,12 @@ def cispo(
 
     Source: MiniMax, "MiniMax-M1" (2025).
     """
-    check_thresholds(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+    if not (0.0 <= clip_ratio_low <= 1.0 and 0.0 <= clip_ratio_high < float("inf")):
+        raise ConfigError(
+            "clip_ratio_low must be in [0, 1] and clip_ratio_high finite and >= 0, got "
+            f"{clip_ratio_low} and {clip_ratio_high}: they are offsets from 1 (high 4 bounds the "
+            "weight by 5)."
+        )
     return clipped_weight_loss(
         log_probs, old_log_probs, advantages, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
     )

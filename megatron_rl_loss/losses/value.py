@@ -102,6 +102,7 @@ class ValueObjective:
         named = {"values": values, **{name: tensors[name] for name in self.needs}}
         for name, tensor in named.items():
             check_same_shape(name, tensor, "loss_mask", loss_mask)
+        check_same_shape("loss_weights", loss_weights, "loss_mask", loss_mask)
         v, old, target = (torch.where(loss_mask, at_least_fp32(named[name]), 0.0) for name in named)
         token_loss = clipped_value_loss(v, old, target, value_clip=self.value_clip)
         weights = torch.where(loss_mask, loss_weights, 0.0)

@@ -17,7 +17,8 @@ from ..errors import ConfigError
 class AdaptiveKLCoef:
     """Keeps the KL to the reference near a target.
 
-    Formula: e = clip(kl / target - 1, -0.2, 0.2); value *= 1 + e num_sequences / horizon.
+    Formula: e = clip(kl / target - 1, -0.2, 0.2); value *= 1 + e min(num_sequences / horizon, 1).
+    The bound is ours: a mini-batch of more than 5 horizons would make the value negative.
 
     Attributes:
         value: the coefficient now, > 0.
@@ -39,7 +40,7 @@ class AdaptiveKLCoef:
         """Returns the new coefficient after a step with the mean KL `kl`, nats per token."""
         _check("kl", kl)
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * num_sequences / self.horizon
+        self.value *= 1.0 + error * min(num_sequences / self.horizon, 1.0)
         return self.value
 
 

@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..checks import check_same_shape
+from ..errors import ConfigError, InputError
 from .ratios import MAX_LOG_RATIO, log_ratio, ratio
 
 Estimator = Callable[[Tensor], Tensor]
@@ -135,10 +136,19 @@ def kl_shaped_rewards(rewards: Tensor, kl: Tensor, loss_mask: Tensor, *, kl_coef
     Returns:
         [rows, S], at least fp32, constant, 0 at masked positions.
 
+    Raises:
+        InputError: a shape is another (nothing is broadcast).
+
     >>> kl_shaped_rewards(torch.ones(1), torch.ones(1, 3), torch.tensor([[True, True, False]]),
     ...                   kl_coef=0.5)
     tensor([[-0.5000,  0.5000,  0.0000]])
     """
+    check_same_shape("kl", kl, "loss_mask", loss_mask)
+    if rewards.shape != loss_mask.shape[:1]:
+        raise InputError(
+            f"rewards has shape {tuple(rewards.shape)}, expected ({loss_mask.shape[0]},): one per "
+            "row of loss_mask."
+        )
     later = loss_mask.flip(-1).cumsum(-1).flip(-1)  # trained tokens from here on
     last = loss_mask & (later == 1)
     penalty = torch.where(loss_mask, -kl_coef * kl.detach(), 0.0)

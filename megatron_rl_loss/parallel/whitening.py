@@ -51,7 +51,9 @@ def whiten(
 
 
 def _constant(values: Tensor, loss_mask: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    extremes = [torch.where(loss_mask, x, -torch.inf).amax() for x in (values, -values)]
+    least = values.new_full((1,), -torch.inf)  # a rank may have no rows at all
+    masked = [torch.where(loss_mask, x, -torch.inf).flatten() for x in (values, -values)]
+    extremes = [torch.cat([least, x]).amax() for x in masked]
     top, bottom = _all_reduce(torch.stack(extremes), group, dist.ReduceOp.MAX)
     return top == -bottom
 

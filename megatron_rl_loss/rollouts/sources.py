@@ -106,6 +106,8 @@ def parsed_line(line: bytes) -> Any:
         return RolloutError(f"not UTF-8 text: {error.reason} at byte {error.start} of the line.")
     except RecursionError:
         return RolloutError("nested too deeply.")
+    except ValueError as error:  # a number of thousands of digits
+        return RolloutError(f"cannot be parsed: {error}.")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -93,3 +93,29 @@ def test_a_mean_over_the_batch_is_refused_and_a_hidden_one_reported():
 
     report = check_loss(centred)
     assert report.depends_on_micro_batch and not report.homogeneous
+
+
+def row_sum(log_probs, old_log_probs, advantages, loss_mask):
+    mean = (log_probs - old_log_probs).sum(-1, keepdim=True) / loss_mask.sum(-1, keepdim=True)
+    return -mean.exp() * advantages
+
+
+def clamped_above(log_probs, advantages):
+    return -log_probs * advantages.clamp(-5.0, 5.0)
+
+
+clamped_above.homogeneous = True
+
+
+def test_a_sum_along_the_row_must_ask_for_sequences():
+    with pytest.raises(InputError, match="ask for `sequences`"):
+        check_loss(row_sum)
+
+
+def test_homogeneous_means_for_large_advantages_too():
+    with pytest.raises(InputError, match="homogeneous = True, but"):
+        check_loss(clamped_above)
+
+
+def test_covariance_thresholds_are_seen_at_their_defaults():
+    assert check_loss("clip_cov", cov_fraction=0.2).depends_on_micro_batch

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl_loss.errors import ConfigError
+from megatron_rl_loss.errors import ConfigError, InputError
 from megatron_rl_loss.ops.coefficients import AdaptiveEntropyCoef, AdaptiveKLCoef
 from megatron_rl_loss.ops.kl import (
     KL_ESTIMATORS,
@@ -134,11 +134,20 @@ def test_kl_in_rewards_puts_the_reward_on_the_last_trained_token():
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize(("rewards", "kl"), [((1,), (3, 3)), ((3, 3), (3, 3)), ((3,), (3,))])
+def test_kl_in_rewards_broadcasts_nothing(rewards, kl):
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    with pytest.raises(InputError, match="has shape"):
+        kl_shaped_rewards(torch.ones(rewards), torch.zeros(kl), mask, kl_coef=0.1)
+
+
 def test_adaptive_kl_coefficient_moves_towards_the_target():
     coef = AdaptiveKLCoef(0.1, target=1.0, horizon=100)
     assert coef.update(1.0, num_sequences=10) == pytest.approx(0.1)
     assert coef.update(5.0, num_sequences=10) == pytest.approx(0.1 * 1.02)  # error clipped to 0.2
     assert coef.update(0.9, num_sequences=10) == pytest.approx(0.1 * 1.02 * 0.99)
+    huge = AdaptiveKLCoef(0.1, target=1.0, horizon=100)
+    assert huge.update(0.0, num_sequences=10_000) == pytest.approx(0.08)  # never negative
     with pytest.raises(ConfigError, match="target"):
         AdaptiveKLCoef(0.1, target=0.0, horizon=100)
 

@@ -282,7 +282,7 @@ BAD_SETTINGS = [
     ("gspo", {"clip_ratio_low": 0.9997}, "offset from 1"),
     ("gmpo", {"log_clip_low": -0.4}, "log_clip_low"),
     ("topr", {"truncate_positive": 0.0}, "truncate_positive"),
-    ("cispo", {"clip_ratio_low": 1.5}, "0 <= low <= 1 <= high"),
+    ("cispo", {"clip_ratio_low": 1.5}, "they are offsets from 1"),
     ("sapo", {"tau_positive": 0.0}, "tau_positive"),
     ("dro", {}, "needs the setting 'beta'"),
     ("dro", {"beta": -1.0}, "beta must be"),

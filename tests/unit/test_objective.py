@@ -191,3 +191,26 @@ def test_an_off_policy_of_another_type_is_refused(value):
 def test_coefficients_are_numbers(name):
     with pytest.raises(ConfigError, match=f"{name} must be a number, got '0.1'"):
         Objective(**{name: "0.1"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "left_out", "missing"),
+    [
+        ({}, "old_log_probs", "old_log_probs"),
+        ({"kl_coef": 0.1}, "ref_log_probs", "ref_log_probs"),
+        ({"entropy_coef": 0.1}, None, "entropy"),
+    ],
+)
+def test_a_term_whose_tensor_is_missing_is_an_error_not_a_silent_zero(settings, left_out, missing):
+    tensors, mask, weights = random_case()
+    given = {name: value for name, value in tensors.items() if name != left_out}
+    with pytest.raises(InputError, match=f"needs {missing}"):
+        run(Objective(**settings), given, mask, weights)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 3)])
+def test_weights_are_never_broadcast(shape):
+    given = {"advantages": torch.ones(3, 3), "log_probs": torch.zeros(3, 3)}
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    with pytest.raises(InputError, match="loss_weights has shape"):
+        run(Objective("policy_gradient"), given, mask, torch.ones(shape))

@@ -167,8 +167,8 @@ def test_masked_positions_change_no_bit(off_policy, garbage):
 
 def test_given_weights_multiply_the_loss():
     given, mask, weights = random_case()
-    rho = torch.rand(mask.shape).double()
-    off_policy = {"is_level": "given", "is_max": 1e9}
+    rho = 5.0 * torch.randn(mask.shape).double()  # self-normalised ones may be large, or negative
+    off_policy = {"is_level": "given"}
     got = objective_step(
         Objective(off_policy=off_policy), given | {"rollout_is_weights": rho}, mask, weights
     )
@@ -217,6 +217,8 @@ def test_mismatch_is_reported_as_kl_from_rollout_to_old():
         ({"is_level": "word"}, "is_level must be one of"),
         ({"is_level": "token", "is_outside": "drop"}, "is_outside must be one of"),
         ({"reject_level": "given"}, "reject_level must be one of"),
+        ({"is_level": "given", "is_max": 9.0}, "multiplied in as they are"),
+        ({"is_level": "token", "is_max": "2"}, "0 <= min < max, got 0.0 and '2'"),
         ({"is_level": "token", "is_min": 2.0, "is_max": 0.5}, "0 <= min < max"),
         ({"reject_level": "token", "reject_min": -0.1}, "0 <= min < max"),
         ({"is_level": "token", "is_max": math.nan}, "0 <= min < max"),
