@@ -28,7 +28,7 @@ from .mcore.weights import load_hf_weights, save_hf_checkpoint
 from .ppo import PPO, AdaptiveCoefs, make_coefs, make_ppo
 from .recipe import build_estimator, lora_settings, parallel_sizes, step_settings
 from .rollout_source import RolloutSource
-from .rollouts.hf_model import BaseModel, check_hf_model, read_base_model
+from .rollouts.hf_model import BaseModel, read_base_model, read_hf_config
 from .trainer import Trainer
 
 EXPORT_FOLDER = "export"
@@ -79,12 +79,15 @@ def export_trained(config: Config, job: Job) -> Path:
 
 
 def check_inputs(config: Config) -> None:
-    """Raises if a file, task or reward function of the config is not there; loads no model.
+    """Raises if a file, task or reward function is not there, or the layout cannot hold the model.
+
+    Loads no weights.
 
     Raises:
         InputError, ConfigError: naming what is missing.
+        LayoutError: a parallel size does not divide the model.
     """
-    check_hf_model(config.model.path)
+    _megatron_config(config, model_spec_from_hf(read_hf_config(config.model.path)))
     lora_settings(config)
     if config.rollouts.source == "sampler":
         build_task(config)
@@ -228,7 +231,15 @@ def _data_order(config: Config) -> dict[str, Any]:
 
 
 def _model_chunks(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any]:
-    megatron_config = transformer_config(
+    megatron_config = _megatron_config(config, spec)
+    rows = padded_vocab_size(spec.vocab_size, config.parallel.tensor_model_parallel_size)
+    chunks = build_gpt_model(spec, megatron_config, padded_vocab_size=rows)
+    load_hf_weights(chunks, weights, spec)
+    return chunks
+
+
+def _megatron_config(config: Config, spec: ModelSpec) -> Any:
+    return transformer_config(
         spec,
         bf16=config.model.dtype == "bf16",
         sequence_parallel=config.parallel.sequence_parallel,
@@ -240,10 +251,6 @@ def _model_chunks(config: Config, spec: ModelSpec, weights: Any) -> Sequence[Any
         output_layer_init_method=_leave_as_is,
         **parallel_sizes(config),
     )
-    rows = padded_vocab_size(spec.vocab_size, config.parallel.tensor_model_parallel_size)
-    chunks = build_gpt_model(spec, megatron_config, padded_vocab_size=rows)
-    load_hf_weights(chunks, weights, spec)
-    return chunks
 
 
 def _leave_as_is(weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lines(config: Config, options: argparse.Namespace) -> Iterator[str]:
+    for name in ("gpus", "gpu_gb", "tokens"):
+        _check_above_0("--" + name.replace("_", "-"), getattr(options, name))
     spec = read_spec(config.model.path)
     layout = layout_of(config, options.gpus)
     adapters, training = adapters_of(config), training_of(config, options.tokens)
@@ -77,6 +80,11 @@ def _lines(config: Config, options: argparse.Namespace) -> Iterator[str]:
         yield from table_lines(spec, layout.world, adapters, training)
     yield ""
     yield NOT_COUNTED
+
+
+def _check_above_0(option: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigError(f"{option} must be above 0 and finite, got {value}.")
 
 
 def read_spec(path: str | Path) -> ModelSpec:
@@ -92,7 +100,11 @@ def read_spec(path: str | Path) -> ModelSpec:
             f"model.path: {file} does not exist; the plan reads the config.json of a Hugging Face "
             "checkpoint (configs/model has some without weights)."
         )
-    return model_spec_from_hf(json.loads(file.read_text(encoding="utf-8")))
+    try:
+        hf_config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON: {error}.") from error
+    return model_spec_from_hf(hf_config)
 
 
 def layout_of(config: Config, gpus: int | None) -> Layout:
@@ -102,8 +114,6 @@ def layout_of(config: Config, gpus: int | None) -> Layout:
     cp, ep = sizes.context_parallel_size, sizes.expert_model_parallel_size
     etp = sizes.expert_tensor_parallel_size or tp
     fewest = pp * max(tp * cp, ep * etp)
-    if gpus is not None and gpus < 1:
-        raise LayoutError(f"--gpus must be at least 1, got {gpus}.")
     return Layout(gpus or fewest, tp, pp, cp, ep, etp, sizes.sequence_parallel)
 
 

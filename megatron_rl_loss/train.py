@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check settings, layout, paths, task and reward function; load no model",
+        help="check settings, layout, paths, task and reward function; load no weights",
     )
     return parser
 

@@ -28,6 +28,8 @@ PER_TOKEN_FLOAT_FIELDS = (
 # [rows, S, k]: k entries per token; the ids say which tokens `token_log_probs` are wanted of
 TOKEN_IDS_FIELD = "teacher_top_ids"
 PER_TOKEN_SET_FIELDS = (TOKEN_IDS_FIELD, "teacher_top_log_probs")
+# k probabilities sum to at most 1; log-probs rounded to 16 bits may say a little more
+MAX_TEACHER_MASS = 1.02
 LOG_PROB_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs")
 # may also be [rows]: one value for the whole sequence
 PER_ROW_OR_TOKEN_FIELDS = ("loss_weights", "advantages", "returns", "rollout_is_weights")

@@ -42,7 +42,8 @@ def check_pipeline_split(spec: ModelSpec, chunks: int) -> None:
         raise LayoutError(
             f"{spec.num_layers} layers do not split evenly over {chunks} pipeline chunks "
             "(pipeline_model_parallel_size x virtual_pipeline_model_parallel_size); choose a "
-            f"divisor, or set one of {', '.join(UNEVEN_PIPELINE_SETTINGS)}."
+            "divisor (or pass one of "
+            f"{', '.join(UNEVEN_PIPELINE_SETTINGS)} to transformer_config)."
         )
 
 

@@ -187,8 +187,8 @@ def plan_micro_batches(
 
 def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size < 1:
-            raise LayoutError(f"{name} must be at least 1, got {size}.")
+        if int(size) != size or size < 1:
+            raise LayoutError(f"{name} must be an integer of at least 1, got {size}.")
 
 
 def _check_limits(micro_batch_size: int | None, max_tokens: int | None) -> None:
@@ -199,15 +199,19 @@ def _check_limits(micro_batch_size: int | None, max_tokens: int | None) -> None:
         )
     if micro_batch_size is not None:
         _check_sizes(micro_batch_size=micro_batch_size)
+    if max_tokens is not None:
+        _check_sizes(max_tokens_per_microbatch=max_tokens)
 
 
 def _planned_lengths(lengths: Sequence[int], pad_to: int, max_tokens: int | None) -> np.ndarray:
-    given = np.asarray(lengths, dtype=np.int64)
+    given = np.asarray(lengths)
     if given.ndim != 1 or not len(given):
         raise InputError(
             f"a mini-batch needs at least one sequence, got lengths of shape {given.shape}. Skip "
             "the step, or gather more rollouts."
         )
+    if given.dtype.kind not in "iu":
+        raise InputError(f"lengths must be integers (tokens), got {given.dtype}.")
     if given.min() < 1:
         i = int(given.argmin())
         raise InputError(f"sequence {i} has length {given[i]}; every sequence needs a token.")

@@ -56,11 +56,13 @@ def zigzag_positions(cu_seqlens: Sequence[int], cp_rank: int, cp_size: int) -> T
         [S / cp_size] int64 on the CPU.
 
     Raises:
-        InputError: a length is not a multiple of 2 * cp_size.
+        InputError: a length is not a multiple of 2 * cp_size, or there is no such rank.
 
     >>> zigzag_positions((0, 8), 0, 2).tolist(), zigzag_positions((0, 8), 1, 2).tolist()
     ([0, 1, 6, 7], [2, 3, 4, 5])
     """
+    if not 0 <= cp_rank < cp_size:
+        raise InputError(f"cp_rank must be from 0 to cp_size - 1 = {cp_size - 1}, got {cp_rank}.")
     if cp_size == 1:
         return torch.arange(cu_seqlens[-1])
     parts = []
@@ -77,7 +79,12 @@ def zigzag_positions(cu_seqlens: Sequence[int], cp_rank: int, cp_size: int) -> T
 
 
 def zigzag_split(
-    x: Tensor, cp_rank: int, cp_size: int, *, dim: int = 1, cu_seqlens: Sequence[int] | None = None
+    x: Tensor,
+    cp_rank: int,
+    cp_size: int,
+    *,
+    dim: int = 1,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
     """Returns the slice of the rows that a context-parallel rank holds.
 
@@ -86,31 +93,49 @@ def zigzag_split(
         cu_seqlens: padded offsets of the sequences of packed rows.
 
     Raises:
-        InputError: as `zigzag_positions`.
+        InputError: as `zigzag_positions`, or the offsets are not those of rows of S tokens.
 
     >>> zigzag_split(torch.arange(8)[None], 1, 2)
     tensor([[2, 3, 4, 5]])
     """
     if cp_size == 1:
         return x
-    positions = zigzag_positions(cu_seqlens or (0, x.shape[dim]), cp_rank, cp_size)
+    positions = zigzag_positions(_offsets(cu_seqlens, x.shape[dim]), cp_rank, cp_size)
     return x.index_select(dim, positions.to(x.device))
 
 
 def zigzag_merge(
-    shards: Sequence[Tensor], *, dim: int = 1, cu_seqlens: Sequence[int] | None = None
+    shards: Sequence[Tensor], *, dim: int = 1, cu_seqlens: Sequence[int] | Tensor | None = None
 ) -> Tensor:
     """Returns the whole rows from the slices of all ranks, in rank order.
+
+    Raises:
+        InputError: as `zigzag_split`, or the slices have different shapes.
 
     >>> zigzag_merge([torch.tensor([[0, 1, 6, 7]]), torch.tensor([[2, 3, 4, 5]])])
     tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
+    if len({shard.shape for shard in shards}) != 1:
+        shapes = ", ".join(str(tuple(shard.shape)) for shard in shards)
+        raise InputError(f"slices of all ranks must have one shape, got: {shapes or 'none'}.")
     joined = torch.cat(list(shards), dim=dim)
     if len(shards) == 1:
         return joined
-    offsets = cu_seqlens or (0, joined.shape[dim])
+    offsets = _offsets(cu_seqlens, joined.shape[dim])
     order = torch.cat([zigzag_positions(offsets, r, len(shards)) for r in range(len(shards))])
     return joined.index_select(dim, order.argsort().to(joined.device))
+
+
+def _offsets(cu_seqlens: Sequence[int] | Tensor | None, length: int) -> Sequence[int]:
+    if cu_seqlens is None:
+        return (0, length)
+    offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    if not offsets or offsets[0] != 0 or offsets[-1] != length:
+        raise InputError(
+            f"cu_seqlens must go from 0 to the row's {length} tokens, got {list(offsets)}; pass "
+            "the padded offsets, cu_seqlens_padded."
+        )
+    return offsets
 
 
 def gather_sequence(
@@ -118,7 +143,7 @@ def gather_sequence(
     cp_group: dist.ProcessGroup | None,
     *,
     dim: int = 1,
-    cu_seqlens: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
     """Returns the whole rows on every rank, for losses that need whole-sequence quantities.
 
@@ -144,7 +169,7 @@ def gather_sequence_summing(
     cp_group: dist.ProcessGroup | None,
     *,
     dim: int = 1,
-    cu_seqlens: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
     """As `gather_sequence`, where each rank's loss is that of its own tokens only.
 
@@ -160,7 +185,7 @@ def _gather(
     x: Tensor,
     group: dist.ProcessGroup | None,
     dim: int,
-    cu_seqlens: Sequence[int] | None,
+    cu_seqlens: Sequence[int] | Tensor | None,
     sum_gradients: bool,
 ) -> Tensor:
     if group is None or group.size() == 1:
@@ -177,7 +202,7 @@ class _GatherSequence(torch.autograd.Function):
         x: Tensor,
         group: dist.ProcessGroup,
         dim: int,
-        cu_seqlens: Sequence[int] | None,
+        cu_seqlens: Sequence[int] | Tensor | None,
         sum_gradients: bool,
     ) -> Tensor:
         ctx.group, ctx.dim, ctx.cu_seqlens = group, dim, cu_seqlens

@@ -56,6 +56,7 @@ def pad_sequences(
     """
     checked = _checked(sequences)
     longest = max(len(sequence["tokens"]) for sequence in checked)
+    _check_multiple(multiple)
     width = _width(longest, multiple, width)
     return {
         name: torch.stack(
@@ -87,6 +88,7 @@ def pack_sequences(
     """
     checked = [_with_labels(sequence) for sequence in _checked(sequences)]
     lengths = [len(sequence["tokens"]) for sequence in checked]
+    _check_multiple(multiple)
     padded = [-(-length // multiple) * multiple for length in lengths]
     padded[-1] += _width(sum(padded), multiple, width) - sum(padded)
     packed: MicroBatch = {
@@ -103,9 +105,18 @@ def pack_sequences(
 
 
 def unpack_sequences(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> list[Tensor]:
-    """Returns the sequences of a packed [1, T] tensor, without their padding."""
+    """Returns the sequences of a packed [1, T] tensor, without their padding.
+
+    Raises:
+        InputError: `x` is no packed row of these offsets.
+    """
     lengths = cu_seqlens.diff().tolist()
-    starts = cu_seqlens_padded[:-1].tolist()
+    *starts, end = cu_seqlens_padded.tolist()
+    if x.shape[:2] != (1, end) or len(starts) != len(lengths):
+        raise InputError(
+            f"a packed row of {len(starts)} sequences must be (1, {end}), and cu_seqlens must have "
+            f"{len(starts) + 1} entries; got {tuple(x.shape)} and {len(lengths) + 1}."
+        )
     return [x[0, start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
@@ -115,6 +126,11 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
 
 def _padded(x: Tensor, size: int) -> Tensor:
     return pad_sequence_to(x, size, dim=0) if len(x) else x.new_zeros(size, *x.shape[1:])
+
+
+def _check_multiple(multiple: int) -> None:
+    if multiple < 1:
+        raise InputError(f"multiple must be at least 1, got {multiple}.")
 
 
 def _width(needed: int, multiple: int, width: int | None) -> int:

@@ -159,10 +159,10 @@ def _mask_and_weights(given: Mapping[str, Any], tokens: Tensor) -> tuple[Tensor,
     if not names:
         raise InputError("micro-batch needs 'loss_mask' (bool) or 'loss_weights' (float).")
     loss_mask = as_tensor(names[0], given[names[0]])
+    check_same_shape(names[0], loss_mask, "tokens", tokens)
     if names[0] == "loss_weights":
         loss_mask = loss_mask.ne(0)
     check_loss_mask(loss_mask)
-    check_same_shape("loss_mask", loss_mask, "tokens", tokens)
     if "loss_weights" not in given:
         return loss_mask, loss_mask.float()
     weights = as_tensor("loss_weights", given["loss_weights"])

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from ..checks import as_tensor, check_log_probs, integers, place
 from ..errors import InputError
-from ..types import PER_TOKEN_SET_FIELDS, TOKEN_IDS_FIELD
-
-# k probabilities sum to at most 1; log-probs rounded to 16 bits may say a little more
-_MAX_MASS = 1.02
+from ..types import MAX_TEACHER_MASS, PER_TOKEN_SET_FIELDS, TOKEN_IDS_FIELD
 
 
 def token_set(
@@ -82,8 +79,8 @@ def _check_no_nan(name: str, log_probs: Tensor, loss_mask: Tensor) -> None:
 
 def _check_mass(name: str, log_probs: Tensor, loss_mask: Tensor) -> None:
     mass = torch.where(loss_mask, log_probs.exp().sum(-1), 0.0)
-    if bool((mass > _MAX_MASS).any()):
-        at = (mass > _MAX_MASS).nonzero()[0]
+    if bool((mass > MAX_TEACHER_MASS).any()):
+        at = (mass > MAX_TEACHER_MASS).nonzero()[0]
         raise InputError(
             f"{name} are log-probs of {float(mass[tuple(at)]):.4g} in all at {place(at)}, but the "
             "probabilities of different tokens sum to at most 1. Pass log-probs over the whole "

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..types import MAX_TEACHER_MASS
 from .records import ALIASES, FIELDS
 from .rollout import MAX_LOG_PROB, MAX_NUMBER, MAX_TOKEN_ID, TOP_K, Rollout
 
@@ -171,6 +172,8 @@ def _is_good_teacher(given: Mapping[str, Any], limit: int) -> bool:
     if ids is not None and (ids.min() < 0 or ids.max() >= limit):
         return False
     if log_probs is not None and not log_probs.max() <= MAX_LOG_PROB:  # NaN too
+        return False
+    if log_probs is not None and np.exp(log_probs).sum(-1).max() > MAX_TEACHER_MASS:
         return False
     return ids is None or log_probs is None or ids.shape == log_probs.shape
 

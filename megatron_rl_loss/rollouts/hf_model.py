@@ -65,9 +65,28 @@ def read_base_model(name_or_path: str | Path, *, in_memory: bool) -> BaseModel:
     check_hf_model(name_or_path)
     folder = Path(name_or_path)
     if not in_memory and any(folder.glob("*.safetensors")):
-        return BaseModel(json.loads((folder / "config.json").read_text("utf-8")), folder)
+        return BaseModel(read_hf_config(name_or_path), folder)
     hf_model, tokenizer = load_hf_model(name_or_path)
     return BaseModel(hf_model.config, hf_model.state_dict(), hf_model, tokenizer)
+
+
+def read_hf_config(name_or_path: str | Path) -> Any:
+    """Returns the model's configuration, an object or a dict; loads no weights.
+
+    Raises:
+        InputError: as `load_hf_model`.
+    """
+    check_hf_model(name_or_path)
+    if str(name_or_path) == DEMO_MODEL:
+        from transformers import AutoConfig
+
+        file = demo_model_file()
+        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    file = Path(name_or_path) / "config.json"
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON: {error}.") from error
 
 
 def check_hf_model(name_or_path: str | Path) -> None:

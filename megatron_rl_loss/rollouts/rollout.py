@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RolloutError
+from ..types import MAX_TEACHER_MASS
 
 OPTIONAL_FIELDS = (
     "reward",
@@ -31,6 +32,9 @@ _MAX_GROUP_ID = 2**63 - 1
 # A log-prob is <= 0; engines that round in bf16 may end a little above.
 MAX_LOG_PROB = 1e-3
 
+# of a teacher's entry that has no token: JSON has no -inf
+_UNUSED_LOG_PROB = -1000.0
+
 _NO_METADATA: Mapping[str, Any] = {}
 
 
@@ -39,7 +43,8 @@ class Rollout:
     """A prompt, one response to it, and what is known about the response.
 
     Sequences may be given as lists, NumPy arrays or tensors; they are kept as tuples. A
-    non-finite log-prob or advantage where `loss_mask` is False is kept as 0.
+    non-finite log-prob or advantage where `loss_mask` is False is kept as 0, a teacher's entries
+    there as unused.
 
     Attributes:
         prompt_ids: token ids of the prompt, at least one.
@@ -104,9 +109,10 @@ class Rollout:
         return rollout
 
     def _set_teacher(self, mask: tuple[bool, ...]) -> None:
-        for name, check in zip(TOP_K, (_top_id, _top_log_prob), strict=True):
+        checks = (_top_id, 0), (_top_log_prob, _UNUSED_LOG_PROB)
+        for name, (check, fill) in zip(TOP_K, checks, strict=True):
             if getattr(self, name) is not None:
-                self._set(name, _entries(name, getattr(self, name), mask, check))
+                self._set(name, _entries(name, getattr(self, name), mask, check, fill))
         widths = [self.kind[name] for name in TOP_K if name in self.kind]
         if len(set(widths)) > 1:
             raise field_error(
@@ -114,6 +120,15 @@ class Rollout:
                 f"has {widths[0]} entries per token, but {TOP_K[1]!r} has {widths[1]}; they are "
                 "pairs.",
             )
+        for i, row in enumerate(self.teacher_top_log_probs or ()):
+            mass = math.fsum(map(math.exp, row))
+            if mask[i] and mass > MAX_TEACHER_MASS:
+                raise field_error(
+                    TOP_K[1],
+                    f"log-probs of {mass:.4g} in all at response position {i}, but the "
+                    "probabilities of different tokens sum to at most 1. Give log-probs over the "
+                    "whole vocabulary, and each token once.",
+                )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the only writes to the frozen fields
@@ -230,9 +245,13 @@ def _finite_where(name: str, value: Any, mask: tuple[bool, ...]) -> tuple[float,
 
 
 def _entries(
-    name: str, value: Any, mask: tuple[bool, ...], check: Callable[[str, Any, int], Any]
+    name: str,
+    value: Any,
+    mask: tuple[bool, ...],
+    check: Callable[[str, Any, int], Any],
+    fill: Any,
 ) -> tuple[tuple[Any, ...], ...]:
-    """Returns [n, k] as tuples, each entry checked where the mask is True and free elsewhere."""
+    """Returns [n, k] as tuples, each entry checked where the mask is True and `fill` elsewhere."""
     rows = [as_list(name, row) for row in _of_length(name, value, len(mask))]
     for i, row in enumerate(rows):
         if not row or len(row) != len(rows[0]):
@@ -241,9 +260,8 @@ def _entries(
                 f"has {len(row)} entries at response position {i} and {len(rows[0])} at position "
                 "0; it needs the same number, at least 1, for each response token.",
             )
-    free = check(name, 0, 0)
     return tuple(
-        tuple(check(name, x, i) for x in row) if kept else (free,) * len(row)
+        tuple(check(name, x, i) for x in row) if kept else (fill,) * len(row)
         for i, (row, kept) in enumerate(zip(rows, mask, strict=True))
     )
 
@@ -279,7 +297,8 @@ def _of_length(name: str, value: Any, length: int) -> list[Any]:
 
 
 def _finite_number(name: str, value: Any) -> float:
-    number = _number(name, value.item() if hasattr(value, "item") else value)
+    is_scalar = getattr(value, "ndim", None) == 0  # of NumPy or torch
+    number = _number(name, value.item() if is_scalar else value)
     if not is_finite(number):
         raise field_error(name, f"must be finite, got {number}.")
     return number

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl_loss.build import check_inputs
+from megatron_rl_loss.config.load import load_config
+from megatron_rl_loss.errors import LayoutError
 from megatron_rl_loss.rollouts.files import write_rollouts
 from megatron_rl_loss.rollouts.rollout import Rollout
 from megatron_rl_loss.train import main
@@ -197,6 +200,19 @@ def test_dry_run_and_print_config_need_no_model(capsys):
     assert main(["configs/demo.yaml", "--dry-run", "--print-config", "run.steps=3"]) == 0
     said = capsys.readouterr().out
     assert "steps: 3" in said and "32 per step from sampler" in said
+
+
+@pytest.mark.parametrize(
+    "setting, words",
+    [
+        ("tensor_model_parallel_size", "does not divide num_attention_heads"),
+        ("pipeline_model_parallel_size", "do not split evenly over 8 pipeline chunks"),
+    ],
+)
+def test_dry_run_refuses_a_layout_that_cannot_hold_the_model(model_folder, setting, words):
+    overrides = [f"model.path={model_folder}", f"parallel.{setting}=8"]
+    with pytest.raises(LayoutError, match=words):
+        check_inputs(load_config("configs/demo.yaml", overrides))
 
 
 def test_a_bad_rollout_stops_both_ranks_before_training(model_folder, rollout_file, tmp_path):

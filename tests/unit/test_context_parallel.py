@@ -56,6 +56,21 @@ def test_lengths_that_do_not_split_are_refused_with_the_numbers():
         zigzag_positions((0, 4, 6), 0, 2)
 
 
+def test_ranks_offsets_and_slices_that_do_not_exist_are_refused():
+    x = torch.zeros(1, 8)
+    with pytest.raises(InputError, match="cp_rank must be from 0 to cp_size - 1 = 1, got 2"):
+        zigzag_split(x, 2, 2)
+    with pytest.raises(InputError, match=r"from 0 to the row's 8 tokens, got \[0, 4\]"):
+        zigzag_split(x, 0, 2, cu_seqlens=(0, 4))
+    with pytest.raises(InputError, match=r"one shape, got: \(1, 4\), \(1, 2\)"):
+        zigzag_merge([x[:, :4], x[:, :2]])
+
+
+def test_offsets_may_be_a_tensor():
+    x, offsets = torch.arange(8)[None], torch.tensor([0, 4, 8], dtype=torch.int32)
+    assert zigzag_split(x, 0, 2, cu_seqlens=offsets).tolist() == [[0, 3, 4, 7]]
+
+
 def test_one_rank_keeps_the_tensor():
     x = torch.zeros(1, 3)
     assert gather_sequence(x, None) is x and zigzag_split(x, 0, 1) is x

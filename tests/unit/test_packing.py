@@ -90,6 +90,28 @@ def test_a_width_that_does_not_hold_the_tokens_or_is_no_multiple_is_refused(coll
         collate([FIRST, SECOND], multiple=4, width=width)
 
 
+@pytest.mark.parametrize("collate", [pad_sequences, pack_sequences])
+def test_a_multiple_below_one_is_refused(collate):
+    with pytest.raises(InputError, match="multiple must be at least 1, got 0"):
+        collate([FIRST], multiple=0)
+
+
+def test_only_a_packed_row_is_unpacked_by_its_own_offsets():
+    batch = pack_sequences([FIRST, SECOND], multiple=4)
+    padded = batch["cu_seqlens_padded"]
+    for tokens, real in (
+        (batch["tokens"][:, :7], batch["cu_seqlens"]),
+        (batch["tokens"], batch["cu_seqlens"][:2]),
+    ):
+        with pytest.raises(InputError, match=r"of 2 sequences must be \(1, 8\)"):
+            unpack_sequences(tokens, real, padded)
+
+
+def test_weights_of_rows_need_a_mask():
+    with pytest.raises(InputError, match=r"loss_weights has shape \(1,\)"):
+        make_token_batch({"tokens": torch.ones(1, 4).long(), "loss_weights": torch.ones(1)})
+
+
 def packed_batch(**changes) -> dict:
     batch = pack_sequences([FIRST, SECOND], multiple=4)
     del batch["labels"], batch["position_ids"]

@@ -159,10 +159,13 @@ def test_micro_batch_ids_give_the_legacy_weights():
 @pytest.mark.parametrize(
     "limit, message",
     [
-        ({"micro_batch_size": 0}, "micro_batch_size must be at least 1, got 0"),
+        ({"micro_batch_size": 0}, "micro_batch_size must be an integer of at least 1, got 0"),
         ({}, "got None and None"),
         ({"micro_batch_size": 1, "max_tokens_per_microbatch": 9}, "got 1 and 9"),
-        ({"micro_batch_size": 1, "multiple": 0}, "multiple must be at least 1, got 0"),
+        (
+            {"micro_batch_size": 1, "multiple": 0},
+            "multiple must be an integer of at least 1, got 0",
+        ),
         (
             {"max_tokens_per_microbatch": 6},
             "sequence 1 has 7 tokens, more than max_tokens_per_microbatch 6",
@@ -182,7 +185,10 @@ def test_impossible_plans_are_refused_with_their_numbers(limit, message):
         plan_micro_batches([3, 7, 2], dp_size=2, **limit)
 
 
-@pytest.mark.parametrize("lengths, message", [([], "at least one"), ([3, 0], "sequence 1 .* 0")])
+@pytest.mark.parametrize(
+    "lengths, message",
+    [([], "at least one"), ([1.5, 2.5], "must be integers"), ([3, 0], "sequence 1 .* 0")],
+)
 def test_empty_mini_batches_and_sequences_are_refused(lengths, message):
     with pytest.raises(InputError, match=message):
         plan_micro_batches(lengths, dp_size=1, micro_batch_size=1)

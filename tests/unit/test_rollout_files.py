@@ -52,7 +52,7 @@ FULL = Rollout(
     rollout_log_probs=[-0.1, -2.5, float(np.float32(-1 / 3))],
     ref_log_probs=[-1e-9, -30.0, 0.0],
     teacher_top_ids=[[3, 9], [0, 0], [5, 1]],
-    teacher_top_log_probs=[[-0.1, -2.5], [0.0, 0.0], [float(np.float32(-1 / 3)), -1000.0]],
+    teacher_top_log_probs=[[-0.1, -2.5], [-1000.0, -1000.0], [float(np.float32(-1 / 3)), -1000.0]],
     group_id="prompt 1",
     metadata={"source": "ü", "nested": {"a": [1, None]}},
 )
@@ -260,6 +260,8 @@ BAD_RECORDS = [
     ({"teacher_top_ids": [[], [], []]}, "'teacher_top_ids': has 0 entries at response position 0"),
     ({"teacher_top_ids": [[1], [-1], [1]]}, "expected token ids .* int -1 at response position 1"),
     ({"teacher_top_ids": [[1], [100], [1]]}, "'teacher_top_ids': token id 100 at response pos.* 1"),
+    ({"teacher_top_ids": [[1], None, [1]]}, "'teacher_top_ids': expected a list, got NoneType"),
+    ({"teacher_top_log_probs": [[-0.1, -0.1]] * 3}, "log-probs of 1.81 in all at response pos.* 0"),
     ({"teacher_top_log_probs": [[-1.0], [0.5], [-1.0]]}, "is at most 0, got 0.5 at response pos"),
     ({"teacher_top_log_probs": [[-1.0], [NAN], [-1.0]]}, "is at most 0, got nan at response pos"),
     ({"teacher_top_log_probs": [[-1.0], [None], [-1.0]]}, "at most 0, got nan at response pos"),
@@ -372,7 +374,8 @@ def test_a_teachers_entries_at_masked_positions_are_not_looked_at(tmp_path, fiel
     teacher = [[good, good], [good, bad], [good, good]]
     record = {**GOOD, field: teacher, "loss_mask": [True, False, True]}
     (got,) = read_rollouts(write_lines(tmp_path / "x.jsonl", record), vocab_size=100)
-    assert getattr(got, field) == ((good, good), (0, 0), (good, good))
+    unused = -1000.0 if field == "teacher_top_log_probs" else 0
+    assert getattr(got, field) == ((good, good), (unused, unused), (good, good))
 
 
 def test_drop_non_finite_takes_a_teachers_unknown_log_probs_out_of_the_mask(tmp_path):
