@@ -90,6 +90,16 @@ def head_ours_kept(hidden, weight, labels, entropy, group):
     return head_ours(hidden, weight, labels, entropy, group, memory_budget_bytes=1 << 50)
 
 
+def head_ours_in_forward(hidden, weight, labels, entropy, group):
+    from megatron_rl_loss.logprobs.forward_gradients import linear_loss_sum
+
+    loss, log_probs, entropies = linear_loss_sum(
+        hidden, weight, labels, lambda lp, h, at: lp if h is None else lp + h,
+        tp_group=group, with_entropy=entropy, chunk_size=1024,
+    )  # fmt: skip
+    return log_probs + (loss - loss.detach()), entropies
+
+
 def head_mcore(hidden, weight, labels, entropy, group):
     return mcore(hidden @ weight.t(), labels, entropy, group)
 
@@ -165,13 +175,17 @@ HIDDEN: dict[str, tuple[Run, bool, bool]] = {
     "ours_blocks": (head_ours_blocks, True, True),
     "ours_small_blocks": (head_ours_small_blocks, True, True),
     "ours_kept": (head_ours_kept, True, True),
+    "ours_in_forward": (head_ours_in_forward, True, True),
     "floor": (floor, True, False),
     "torch_linear_ce": (head_torch, False, False),
     "torch_linear_ce_compact": (head_torch_compact, False, False),
     "mcore": (head_mcore, False, False),
     "liger_fallback": (head_liger, True, True),
 }
-SELF = "ours ours_eager ours_blocks ours_small_blocks ours_kept floor torch_ce torch_log_softmax"
+SELF = (
+    "ours ours_eager ours_blocks ours_small_blocks ours_kept ours_in_forward floor torch_ce "
+    "torch_log_softmax"
+)
 NEEDS = {
     "mcore_fused": "megatron",
     "torch_linear_ce": "torch",

@@ -251,8 +251,9 @@ class LossConfig:
         entropy_target, entropy_step, entropy_coef_max: entropy_coef follows the measured entropy
             (nats), see `ops.coefficients.AdaptiveEntropyCoef`; null: it stays.
         off_policy: settings of `losses.off_policy.OffPolicy`; empty: no correction.
-        lm_head: "logits", "fused" (log-probs without logits) or "auto": logits while those of a
-            micro-batch fit the budget, see `mcore.fused_head`.
+        lm_head: "logits", "fused" (log-probs without logits), "fused_forward" (the same with the
+            gradients made in forward, for token-level losses) or "auto": logits while those of a
+            micro-batch fit the budget, else fused; see `mcore.fused_head`.
         memory_budget_bytes: of the logits of a micro-batch on one rank; null: 2 GiB.
     """
 

@@ -18,7 +18,7 @@ from .head_blocks import block_buffer, block_logits
 from .head_plan import HeadPlan, make_head_plan
 from .inputs import check_label_values
 from .lm_head import gather_sequence, reduce_hidden_gradient
-from .products import add_product
+from .products import add_product, product_into
 from .row_function import RowPlan, id_log_probs, reduce_statistics, shard_ids, write_gradients
 from .rows_eager import compute_dtype
 
@@ -104,7 +104,8 @@ class LinearLossSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, ids, token_loss, plan: HeadPlan, chunk_size: int):
         rows = gather_sequence(hidden.detach(), plan).reshape(-1, hidden.shape[-1])
-        run = _Chunks(rows, weight.detach(), ids, token_loss, plan, ctx.needs_input_grad[:2])
+        wanted = ctx.needs_input_grad[:2]
+        run = _Chunks(rows, weight.detach(), ids, token_loss, plan, chunk_size, wanted)
         for start in range(0, len(rows), chunk_size):
             run.add(slice(start, min(start + chunk_size, len(rows))))
         grad_hidden, grad_weight = run.grad_hidden, run.grad_weight
@@ -136,6 +137,7 @@ class _Chunks:
         ids: Tensor,
         token_loss: TokenLossFn,
         plan: HeadPlan,
+        chunk_size: int,
         wanted: tuple[bool, bool],
     ) -> None:
         self.rows, self.weight, self.ids, self.token_loss = rows, weight, ids, token_loss
@@ -144,7 +146,8 @@ class _Chunks:
         self.log_probs = torch.empty(len(rows), dtype=dtype, device=rows.device)
         self.entropy = torch.empty_like(self.log_probs) if plan.with_entropy else None
         self.grad_hidden = torch.zeros_like(rows, dtype=dtype) if wanted[0] else None
-        self.grad_weight = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
+        total = weight.dtype if len(rows) <= chunk_size else dtype
+        self.grad_weight = torch.zeros_like(weight, dtype=total) if wanted[1] else None
 
     def add(self, chunk: slice) -> None:
         """Forward, loss and gradients of one chunk of tokens."""
@@ -169,7 +172,13 @@ class _Chunks:
         if self.grad_hidden is not None:
             add_product(self.grad_hidden[chunk], z, self.weight[:valid])
         if self.grad_weight is not None:
-            add_product(self.grad_weight[:valid], z.t(), rows)
+            self._add_grad_weight(self.grad_weight[:valid], z, rows)
+
+    def _add_grad_weight(self, total: Tensor, z: Tensor, rows: Tensor) -> None:
+        if len(rows) == len(self.rows):  # all tokens are one chunk
+            product_into(z.t(), rows, total)
+        else:
+            add_product(total, z.t(), rows)
 
     def _loss_gradients(
         self, log_probs: Tensor, entropy: Tensor | None, chunk: slice

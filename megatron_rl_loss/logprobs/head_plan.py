@@ -16,9 +16,11 @@ from .inputs import VocabShard, check_loss_mask, check_temperature, check_token_
 
 logger = logging.getLogger(__name__)
 
-LM_HEADS = ("auto", "logits", "fused")  # who makes log-probs in a model's forward step
+# who makes log-probs in a model's forward step
+LM_HEADS = ("auto", "logits", "fused", "fused_forward")
 DEFAULT_BUDGET_BYTES = 2 << 30
 MIN_BLOCK, MAX_BLOCK = 1024, 8192  # measured on CPU; 4096 is the H200 estimate, within the range
+MIN_CHUNK = 256  # tokens
 
 
 class HeadPlan(NamedTuple):
@@ -69,6 +71,17 @@ def choose_block_size(
     while block > MIN_BLOCK and num_tokens * block * bytes_per_logit > memory_budget_bytes:
         block //= 2
     return min(block, num_columns)
+
+
+def choose_chunk_size(num_columns: int, bytes_per_logit: int, memory_budget_bytes: int) -> int:
+    """Tokens at a time for gradients in forward: as many as have logits within the budget.
+
+    At least 256 (fewer waste the matrix units, and add to the weight's gradient too often).
+
+    >>> choose_chunk_size(151_936, 2, 2 << 30), choose_chunk_size(151_936, 2, 0)
+    (7067, 256)
+    """
+    return max(MIN_CHUNK, memory_budget_bytes // max(num_columns * bytes_per_logit, 1))
 
 
 @lru_cache(maxsize=16)

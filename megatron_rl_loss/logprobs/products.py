@@ -7,6 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+_ROWS = 4096  # what a product of another dtype holds before it is added: it stays in the cache
+
 
 def product_into(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """Writes a @ b to `out`, all of one dtype, and returns it."""
@@ -21,10 +23,14 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif total.is_cuda and total.dtype == torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    elif _slow_16_bit(a.device.type, a.dtype) and total.dtype == torch.float32:
-        total.addmm_(a.float(), b.float())
     else:
-        total.add_(a @ b)
+        slow = _slow_16_bit(a.device.type, a.dtype) and total.dtype == torch.float32
+        b = b.float() if slow else b
+        for part, rows in zip(total.split(_ROWS), a.split(_ROWS)):
+            if slow:
+                part.addmm_(rows.float(), b)
+            else:
+                part.add_(rows @ b)
 
 
 @lru_cache(maxsize=8)

@@ -120,6 +120,24 @@ class Objective:
         """Whether the advantages alone may carry the token weights."""
         return self.spec.homogeneous and not self.kl_coef and not self.entropy_coef
 
+    def check_token_level(self) -> None:
+        """Raises `ConfigError` unless some tokens' losses need those tokens alone."""
+        reasons = [
+            text
+            for text, there in (
+                ("sums over whole sequences", self.needs_sequences),
+                ("ranks the tokens of a micro-batch", self.spec.depends_on_micro_batch),
+                ("reads log-probs of given tokens", self.spec.reads_token_set),
+            )
+            if there
+        ]
+        if reasons:
+            raise ConfigError(
+                f"lm_head='fused_forward' makes gradients token by token, but the loss "
+                f"{self.loss!r} (with its off_policy correction) {' and '.join(reasons)}; use "
+                "lm_head='fused'."
+            )
+
     def check_weights(self, weights_given: bool) -> None:
         """Raises `InputError` if this objective needs explicit weights and has none."""
         if self.homogeneous or weights_given:

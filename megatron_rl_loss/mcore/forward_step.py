@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..checks import mapping_list
 from ..errors import ConfigError, InputError
+from ..logprobs.forward_gradients import TokenLossFn
 from ..losses.objective import Objective
 from ..losses.off_policy import OffPolicy
 from ..metrics import MetricTensors
@@ -69,14 +70,16 @@ def make_forward_step(
         temperature: logits are divided by it once, here; the one that the rollouts were sampled at.
         on_policy: see `Objective`.
         vocab_size: real vocabulary; logit columns beyond it are padding and take no probability.
-        lm_head, memory_budget_bytes: "auto", "logits" or "fused"; see `fused_head.LMHead`.
+        lm_head, memory_budget_bytes: "auto", "logits", "fused" or "fused_forward"; see
+            `fused_head.LMHead`.
         report_entropy: report the entropy even if it is not trained.
         pairs_only: leave out the `_max` metrics, which Megatron's `pretrain()` would average.
         pg_collection: Megatron's ProcessGroupCollection; None reads its global parallel state.
         **loss_settings: settings of the loss.
 
     Raises:
-        ConfigError: unknown loss or setting, or a value out of range.
+        ConfigError: unknown loss or setting, a value out of range, or lm_head="fused_forward" with
+            a loss that is not made token by token.
     """
     objective = Objective(
         loss=loss,
@@ -89,6 +92,8 @@ def make_forward_step(
         off_policy=off_policy,
         on_policy=on_policy,
     )
+    if lm_head == "fused_forward":
+        objective.check_token_level()
     return ForwardStep(
         objective,
         LMHead(lm_head, memory_budget_bytes, temperature, vocab_size),
@@ -151,7 +156,9 @@ class ForwardStep:
         self._share = micro_batch_share(*sizes)
         batch = self._next_batch(data_iterator, model, groups)
         with_entropy = self.report_entropy or self.objective.needs_entropy_gradient
-        output, read = self.head.run(batch, model, groups, with_entropy=with_entropy)
+        made_by_head = getattr(self.head, "makes_loss", False) and torch.is_grad_enabled()
+        loss = {"token_loss": self._token_loss(batch)} if made_by_head else {}
+        output, read = self.head.run(batch, model, groups, with_entropy=with_entropy, **loss)
         return output, partial(self._loss, batch, factor, groups, read)
 
     def check(self, micro_batches: Iterable[Mapping[str, Any]]) -> None:
@@ -213,8 +220,9 @@ class ForwardStep:
         log_probs: Tensor,
         entropy: Tensor | None,
         token_log_probs: Tensor | None = None,
+        made_in_forward: Tensor | None = None,
     ) -> tuple[Tensor, MetricTensors]:
-        return self.objective(
+        loss_sum, metrics = self.objective(
             log_probs,
             entropy,
             batch.tensors,
@@ -224,6 +232,27 @@ class ForwardStep:
             sequences=self._sequences(batch, groups),
             token_log_probs=token_log_probs,
         )
+        return (loss_sum if made_in_forward is None else made_in_forward), metrics
+
+    def _token_loss(self, batch: TokenBatch) -> TokenLossFn:
+        """Returns the loss sum of some tokens, for a head that makes the loss."""
+
+        def flat(x: Tensor) -> Tensor:
+            return x.transpose(0, 1).reshape(1, -1)
+
+        mask, weights = flat(batch.loss_mask), flat(batch.loss_weights)
+        tensors = {name: flat(x) for name, x in batch.tensors.items()}
+
+        def token_loss(log_probs: Tensor, entropy: Tensor | None, at: slice) -> Tensor:
+            return self.objective(
+                log_probs[None],
+                None if entropy is None else entropy[None],
+                {name: x[:, at] for name, x in tensors.items()},
+                mask[:, at],
+                weights[:, at],
+            )[0]
+
+        return token_loss
 
     def _sequences(self, batch: TokenBatch, groups: ParallelGroups) -> Sequences | None:
         if not self.objective.needs_sequences:

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import ConfigError, ContractError
-from ..logprobs.head_plan import DEFAULT_BUDGET_BYTES, LM_HEADS
+from ..logprobs.forward_gradients import TokenLossFn, linear_loss_sum
+from ..logprobs.head_plan import DEFAULT_BUDGET_BYTES, LM_HEADS, choose_chunk_size
 from ..logprobs.lm_head import linear_outputs
 from ..logprobs.vocab_parallel import vocab_parallel_outputs
 from ..parallel.token_batch import TokenBatch
@@ -26,7 +28,8 @@ from .batch import run_batch
 from .groups import ParallelGroups
 
 # the model's output -> log-probs and entropy (or None), [rows, S] fp32, and of an `LMHead` the
-# log-probs of the batch's `token_ids` (or None), [rows, S, k] fp32
+# log-probs of the batch's `token_ids` (or None), [rows, S, k] fp32, and the loss sum if it was made
+# together with its gradients
 ReadOutput = Callable[[Tensor], "tuple[Tensor | None, ...]"]
 
 _said: set[str] = set()
@@ -39,7 +42,9 @@ class LMHead:
     Attributes:
         lm_head: "logits": the model's own. "fused": `linear_outputs` on the hidden states and
             the output layer's weight, in vocabulary blocks if the logits are over the budget.
-            "auto": logits while they fit, else fused where the model allows it.
+            "fused_forward": the loss and its gradients in forward, by `linear_loss_sum`, in token
+            chunks whose logits fit the budget; where nothing is trained, as "fused". "auto":
+            logits while they fit, else fused where the model allows it.
         memory_budget_bytes: for the logits of one micro-batch on one rank; None: 2 GiB.
         temperature: logits are divided by it once.
         vocab_size: real vocabulary; columns beyond it are padding. None: there are none.
@@ -66,15 +71,28 @@ class LMHead:
         given = self.memory_budget_bytes
         return DEFAULT_BUDGET_BYTES if given is None else int(given)
 
+    @property
+    def makes_loss(self) -> bool:
+        """Whether it wants the loss to make gradients of."""
+        return self.lm_head == "fused_forward"
+
     def run(
-        self, batch: TokenBatch, model: Any, groups: ParallelGroups, *, with_entropy: bool = False
+        self,
+        batch: TokenBatch,
+        model: Any,
+        groups: ParallelGroups,
+        *,
+        with_entropy: bool = False,
+        token_loss: TokenLossFn | None = None,
     ) -> tuple[Tensor, ReadOutput]:
         """Runs the model on a micro-batch.
 
+        Args:
+            token_loss: if `makes_loss`, the loss of some tokens of the micro-batch, in the order of
+                `labels.t()`; None: nothing is trained.
+
         Returns:
-            The model's output, and what makes log-probs of the labels, the entropy (None if not
-            wanted) and log-probs of the batch's `token_ids` (None if it has none) of it on a last
-            pipeline stage.
+            The model's output, and what makes a `ReadOutput` of it on a last pipeline stage.
 
         Raises:
             ContractError: "fused", and the model does not allow it.
@@ -85,7 +103,9 @@ class LMHead:
         if getattr(chunk, "post_process", True):
             if self._is_fused(batch, chunk, groups):
                 answer = partial(self._answer, batch, groups, with_entropy)
-                read = partial(_unpack, with_entropy)
+                if token_loss is not None:
+                    answer = partial(self._answer_loss, batch, groups, with_entropy, token_loss)
+                read = partial(_unpack, with_entropy, token_loss is not None)
                 return _run_answered(batch, model, chunk, answer), read
             _check_sharded(chunk, groups)
         return run_batch(batch, model), partial(self._from_logits, batch, groups, with_entropy)
@@ -94,8 +114,8 @@ class LMHead:
         if self.lm_head == "logits":
             return False
         obstacle = fused_obstacle(chunk)
-        if self.lm_head == "fused" and obstacle:
-            raise ContractError(f"lm_head='fused' is not possible: {obstacle}")
+        if self.lm_head != "auto" and obstacle:
+            raise ContractError(f"lm_head={self.lm_head!r} is not possible: {obstacle}")
         size = _logits_bytes(batch, chunk)
         if size is None:
             return False
@@ -109,7 +129,7 @@ class LMHead:
                 f"LM head: logits of {batch.tokens.numel()} tokens take {size / 1e9:.3g} GB of a "
                 f"budget of {self.budget / 1e9:.3g} GB; they",
             )
-        return self.lm_head == "fused" or not (fits or obstacle)
+        return self.lm_head != "auto" or not (fits or obstacle)
 
     def _answer(
         self,
@@ -142,6 +162,35 @@ class LMHead:
         parts = [torch.stack(own, dim=-1)]
         parts += [] if outputs.token_log_probs is None else [outputs.token_log_probs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _answer_loss(
+        self,
+        batch: TokenBatch,
+        groups: ParallelGroups,
+        with_entropy: bool,
+        token_loss: TokenLossFn,
+        layer: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+    ) -> Tensor:
+        """As `_answer`, constant, and as the last number the loss sum: all of it at one place."""
+        weight = layer.weight if weight is None else weight
+        loss_sum, log_probs, entropy = linear_loss_sum(
+            hidden,
+            weight,
+            batch.labels.t(),
+            token_loss,
+            tp_group=groups.vocab_group,
+            sequence_parallel=layer.sequence_parallel,
+            temperature=self.temperature,
+            with_entropy=with_entropy,
+            vocab_size=self.vocab_size,
+            loss_mask=batch.loss_mask.t(),
+            chunk_size=choose_chunk_size(len(weight), weight.element_size(), self.budget),
+        )
+        own = [x for x in (log_probs, entropy) if x is not None]
+        at_one_place = pad(loss_sum.view(1), (0, log_probs.numel() - 1)).view_as(log_probs)
+        return torch.stack([*own, at_one_place], dim=-1)
 
     def _from_logits(
         self, batch: TokenBatch, groups: ParallelGroups, with_entropy: bool, logits: Tensor
@@ -219,10 +268,13 @@ def _answered(layer: Any, answer: Callable[[Any, Tensor, Any], Tensor]) -> Itera
         del layer.forward
 
 
-def _unpack(with_entropy: bool, output: Tensor) -> tuple[Tensor | None, ...]:
+def _unpack(with_entropy: bool, in_forward: bool, output: Tensor) -> tuple[Tensor | None, ...]:
     own = 2 if with_entropy else 1
-    tokens = output[..., own:] if output.shape[-1] > own else None
-    return output[..., 0], output[..., 1] if with_entropy else None, tokens
+    log_probs, entropy = output[..., 0], output[..., 1] if with_entropy else None
+    if in_forward:
+        entropy = None if entropy is None else entropy.detach()
+        return log_probs.detach(), entropy, None, output[..., own].sum()
+    return log_probs, entropy, output[..., own:] if output.shape[-1] > own else None
 
 
 def _logits_bytes(batch: TokenBatch, chunk: Any) -> int | None:

@@ -34,6 +34,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "kept": {"lm_head": "fused"},
     "blocks": {"lm_head": "fused", "memory_budget_bytes": 0},
     "auto": {"memory_budget_bytes": 0},
+    "in forward": {"lm_head": "fused_forward", "memory_budget_bytes": 0},
+    "in forward, main_grad": {"lm_head": "fused_forward"},
     "blocks into main_grad": {"lm_head": "fused", "memory_budget_bytes": 0},
 }
 
@@ -49,14 +51,16 @@ def run_heads(layout: Layout) -> dict[str, tuple[Outcome, list[torch.Tensor], se
     from megatron_rl_loss.mcore.token_log_probs import token_log_probs
     from megatron_rl_loss.mcore.train_step import run_forward_backward, share_metrics
 
-    sizes, results = (head_plan.MIN_BLOCK, head_plan.MAX_BLOCK), {}
+    names, results = ("MIN_BLOCK", "MAX_BLOCK", "MIN_CHUNK"), {}
+    sizes = {name: getattr(head_plan, name) for name in names}
     chunks, _, spec = harness.build(layout)
     layers = [c.output_layer for c in map(bare_model, chunks) if c.post_process]
     widths: set[int] = set()
     for layer in layers:
         layer.register_forward_hook(lambda *args: widths.add(args[2][0].shape[-1]))
     try:
-        head_plan.MIN_BLOCK = head_plan.MAX_BLOCK = 8
+        for size in names:
+            setattr(head_plan, size, 8)
         for name, settings in HEADS.items():
             for chunk in chunks:
                 chunk.zero_grad_buffer()
@@ -73,7 +77,8 @@ def run_heads(layout: Layout) -> dict[str, tuple[Outcome, list[torch.Tensor], se
             results[name] = outcome, log_probs, set(widths)
         return results
     finally:
-        head_plan.MIN_BLOCK, head_plan.MAX_BLOCK = sizes
+        for size, value in sizes.items():
+            setattr(head_plan, size, value)
         parallel_state.destroy_model_parallel()
 
 
@@ -110,7 +115,8 @@ def test_log_probs_without_gradient_are_the_same_with_any_head(name, head):
 @pytest.mark.parametrize("head", HEADS)
 def test_the_fused_head_makes_no_logits_and_runs_the_layers_hooks(head):
     widths = {width for rank in results("TP 2") for width in rank[head][2]}
-    assert widths == ({harness.PADDED_VOCAB // 2} if head == "logits" else {1, 2})
+    fused = {1, 3} if head.startswith("in forward") else {1, 2}  # without and with gradient
+    assert widths == ({harness.PADDED_VOCAB // 2} if head == "logits" else fused)
 
 
 REFUSED = {
@@ -193,10 +199,28 @@ def test_gathered_logits_are_refused():
         assert "parallel_output=True, or use lm_head='fused'" in message
 
 
+@pytest.mark.parametrize(
+    ("loss", "settings", "why"),
+    [
+        ("gspo", {}, "'gspo' .* sums over whole sequences"),
+        ("ppo_clip", {"off_policy": {"is_level": "sequence"}}, "sums over whole sequences"),
+        ("clip_cov", {}, "ranks the tokens of a micro-batch"),
+        ("top_k_distillation", {}, "reads log-probs of given tokens"),
+    ],
+)
+def test_gradients_in_forward_are_refused_for_a_loss_that_is_not_made_token_by_token(
+    loss, settings, why
+):
+    from megatron_rl_loss import make_forward_step
+
+    with pytest.raises(ConfigError, match=f"{why}.*use lm_head='fused'"):
+        make_forward_step(loss, lm_head="fused_forward", **settings)
+
+
 def test_wrong_settings_of_the_head_are_refused():
     from megatron_rl_loss import make_forward_step
 
-    with pytest.raises(ConfigError, match="auto, logits, fused; got 'fast'"):
+    with pytest.raises(ConfigError, match="auto, logits, fused, fused_forward; got 'fast'"):
         make_forward_step(lm_head="fast")
     with pytest.raises(ConfigError, match="memory_budget_bytes must be >= 0, got -1"):
         make_forward_step(memory_budget_bytes=-1)

@@ -157,6 +157,25 @@ def test_gradients_in_forward_equal_those_of_backward(chunk_size):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("chunk_size", [5, 12])
+def test_bf16_gradients_in_forward_equal_those_of_backward(chunk_size, monkeypatch):
+    monkeypatch.setattr(products, "_ROWS", 8)  # the weight's gradient is summed piece by piece
+    hidden, weight, labels, g, h = head_case(torch.bfloat16)
+    want = from_logits(hidden, weight, labels, g, h)
+    flat_g, flat_h = g.flatten(), h.flatten()
+    result = linear_loss_sum(
+        hidden, weight, labels, lambda lp, e, at: flat_g[at] * lp + flat_h[at] * e,
+        with_entropy=True, temperature=0.7, vocab_size=REAL, chunk_size=chunk_size,
+    )  # fmt: skip
+    result.loss_sum.backward()
+    torch.testing.assert_close(result.log_probs, want[0], rtol=0, atol=1e-5)
+    got = grads_of(hidden, weight)
+    for x, y in zip(got, want[2:], strict=True):
+        assert x.dtype == torch.bfloat16
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    assert not got[1][REAL:].any()
+
+
 def test_loss_that_trains_nothing_gives_gradient_0():
     hidden, weight, labels, *_ = head_case()
     result = linear_loss_sum(hidden, weight, labels, lambda lp, e, at: 0 * lp.detach())
@@ -208,6 +227,7 @@ def test_16_bit_products_are_right_with_and_without_16_bit_instructions(
     monkeypatch, slow, total_dtype
 ):
     monkeypatch.setattr(products, "_slow_16_bit", lambda *_: slow)
+    monkeypatch.setattr(products, "_ROWS", 2)
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(5, 7, generator=generator).bfloat16()
     b = torch.randn(7, 3, generator=generator).bfloat16()
