@@ -102,9 +102,7 @@ class LMHead:
         chunk = bare_model(model)
         if getattr(chunk, "post_process", True):
             if self._is_fused(batch, chunk, groups):
-                answer = partial(self._answer, batch, groups, with_entropy)
-                if token_loss is not None:
-                    answer = partial(self._answer_loss, batch, groups, with_entropy, token_loss)
+                answer = partial(self._answer, batch, groups, with_entropy, token_loss)
                 read = partial(_unpack, with_entropy, token_loss is not None)
                 return _run_answered(batch, model, chunk, answer), read
             _check_sharded(chunk, groups)
@@ -136,61 +134,47 @@ class LMHead:
         batch: TokenBatch,
         groups: ParallelGroups,
         with_entropy: bool,
+        token_loss: TokenLossFn | None,
         layer: Any,
         hidden: Tensor,
         weight: Tensor | None,
     ) -> Tensor:
-        """[s (/ tp), rows, H] -> [S, rows, 1 (+ 1) (+ k)]: log-probs, entropy, given tokens'."""
-        weight = layer.weight if weight is None else weight
-        into_main_grad = layer.gradient_accumulation_fusion and hasattr(weight, "main_grad")
-        token_ids = batch.token_ids
-        outputs = linear_outputs(
-            hidden,
-            weight,
-            batch.labels.t(),
-            token_ids=None if token_ids is None else token_ids.transpose(0, 1),
-            tp_group=groups.vocab_group,
-            sequence_parallel=layer.sequence_parallel,
-            temperature=self.temperature,
-            with_entropy=with_entropy,
-            vocab_size=self.vocab_size,
-            loss_mask=batch.loss_mask.t(),
-            memory_budget_bytes=self.budget,
-            accumulate_main_grad=into_main_grad,
-        )
-        own = [x for x in (outputs.log_probs, outputs.entropy) if x is not None]
-        parts = [torch.stack(own, dim=-1)]
-        parts += [] if outputs.token_log_probs is None else [outputs.token_log_probs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        """[s (/ tp), rows, H] -> [S, rows, 1 (+ 1) (+ k or 1)].
 
-    def _answer_loss(
-        self,
-        batch: TokenBatch,
-        groups: ParallelGroups,
-        with_entropy: bool,
-        token_loss: TokenLossFn,
-        layer: Any,
-        hidden: Tensor,
-        weight: Tensor | None,
-    ) -> Tensor:
-        """As `_answer`, constant, and as the last number the loss sum: all of it at one place."""
+        Log-probs, entropy, and given tokens' or, where the first two are constant, the loss sum:
+        all of it at one place.
+        """
         weight = layer.weight if weight is None else weight
-        loss_sum, log_probs, entropy = linear_loss_sum(
-            hidden,
-            weight,
-            batch.labels.t(),
-            token_loss,
-            tp_group=groups.vocab_group,
-            sequence_parallel=layer.sequence_parallel,
-            temperature=self.temperature,
-            with_entropy=with_entropy,
-            vocab_size=self.vocab_size,
-            loss_mask=batch.loss_mask.t(),
-            chunk_size=choose_chunk_size(len(weight), weight.element_size(), self.budget),
-        )
-        own = [x for x in (log_probs, entropy) if x is not None]
-        at_one_place = pad(loss_sum.view(1), (0, log_probs.numel() - 1)).view_as(log_probs)
-        return torch.stack([*own, at_one_place], dim=-1)
+        settings = {
+            "tp_group": groups.vocab_group,
+            "sequence_parallel": layer.sequence_parallel,
+            "temperature": self.temperature,
+            "with_entropy": with_entropy,
+            "vocab_size": self.vocab_size,
+            "loss_mask": batch.loss_mask.t(),
+        }
+        labels = batch.labels.t()
+        if token_loss is not None:
+            chunk = choose_chunk_size(len(weight), weight.element_size(), self.budget)
+            loss_sum, log_probs, entropy = linear_loss_sum(
+                hidden, weight, labels, token_loss, chunk_size=chunk, **settings
+            )
+            last = pad(loss_sum.view(1), (0, log_probs.numel() - 1)).view(*log_probs.shape, 1)
+        else:
+            token_ids = batch.token_ids
+            outputs = linear_outputs(
+                hidden,
+                weight,
+                labels,
+                token_ids=None if token_ids is None else token_ids.transpose(0, 1),
+                memory_budget_bytes=self.budget,
+                accumulate_main_grad=layer.gradient_accumulation_fusion
+                and hasattr(weight, "main_grad"),
+                **settings,
+            )
+            log_probs, entropy, last = outputs.log_probs, outputs.entropy, outputs.token_log_probs
+        own = torch.stack([x for x in (log_probs, entropy) if x is not None], dim=-1)
+        return own if last is None else torch.cat([own, last], dim=-1)
 
     def _from_logits(
         self, batch: TokenBatch, groups: ParallelGroups, with_entropy: bool, logits: Tensor
