@@ -132,7 +132,11 @@ PPO = "tests/unit/test_ppo.py"
 CRITIC_AND_HEAD = [
     Mistake("head: hidden's gradient stays partial", "logprobs/lm_head.py", "        dist.all_reduce(grad, group=group)", "        pass", HEADS),
     Mistake("head: its weight is not trained", "mcore/fused_head.py", "weight = layer.weight if weight is None else weight", "weight = (layer.weight if weight is None else weight).detach()", HEADS),
-    Mistake("head: no log-probs of the whole sequence", "mcore/fused_head.py", "sequence_parallel=layer.sequence_parallel,", "sequence_parallel=False,", HEADS),
+    Mistake("head: no log-probs of the whole sequence", "mcore/fused_head.py", '"sequence_parallel": layer.sequence_parallel,', '"sequence_parallel": False,', HEADS),
+    Mistake("head: tokens of the loss in another order", "mcore/forward_step.py", "return x.transpose(0, 1).reshape(1, -1)", "return x.reshape(1, -1)", HEADS),
+    Mistake("head: the loss made in forward is made twice", "mcore/forward_step.py", "return (loss_sum if made_in_forward is None else made_in_forward), metrics", "return (loss_sum if made_in_forward is None else loss_sum + made_in_forward * 2), metrics", HEADS),
+    Mistake("head: only the last chunk's gradient", "logprobs/products.py", "part.add_(rows @ b)", "part.copy_(rows @ b)", "tests/unit/test_logprobs_head.py"),
+    Mistake("head: a sequence-level loss cut into chunks", "losses/objective.py", '("sums over whole sequences", self.needs_sequences),', '("sums over whole sequences", False),', "tests/mcore/test_fused_head.py"),
     Mistake("head: a bias is dropped", "mcore/fused_head.py", "    if layer.bias is not None:", "    if False:", "tests/mcore/test_fused_head.py::test_what_the_head_would_get_wrong_is_an_obstacle"),
     Mistake("critic: parts of the weight's gradient", "mcore/value_model.py", "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", VALUES),
     Mistake("critic: gathered values' gradients added", "mcore/value_model.py", "tensor_parallel_output_grad=False", "tensor_parallel_output_grad=True", VALUES),
