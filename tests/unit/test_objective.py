@@ -56,6 +56,14 @@ def test_a_soft_weight_scales_the_kl_and_is_no_mask():
     assert metrics["kl"].tolist() == pytest.approx([0.148721, 1.0], abs=1e-6)
 
 
+def test_weights_at_masked_positions_count_nothing():
+    tensors, mask, weights = random_case()
+    objective = Objective(lambda log_probs: 1.0 - log_probs)  # 1, not 0, where masked
+    want = run(objective, tensors, mask, torch.where(mask, weights, 0.0))
+    dirty = run(objective, tensors, mask, torch.where(mask, weights, 3.0))
+    assert torch.equal(dirty[0], want[0]) and torch.equal(dirty[1], want[1])
+
+
 def test_negative_weights_are_weights():
     tensors, mask, weights = random_case()
     got = objective_step(Objective("cross_entropy"), tensors, mask, -weights)
