@@ -107,6 +107,7 @@ def my_loss(log_probs, old_log_probs, advantages, *, strength=1.0):
     return TokenLoss(-strength * r * advantages, {"my_ratio": r.detach()})
 
 my_loss.homogeneous = True  # w * l(A) == l(w * A); leave it out if unsure
+my_loss.token_level = True  # a token's loss needs that token alone; for lm_head="fused_forward"
 ```
 
 Positional parameters are tensors of the micro-batch by name, masked positions already 0;

@@ -275,6 +275,8 @@ def _objective(config: Config) -> Iterator[str]:
     loss = config.loss
     try:
         objective = Objective(**objective_settings(loss))
+        if loss.lm_head == "fused_forward":
+            objective.check_token_level()
     except (ConfigError, TypeError, ValueError) as error:
         yield f"loss: {error}"
         return

@@ -71,7 +71,8 @@ def linear_loss_sum(
         ForwardLoss.
 
     Raises:
-        InputError: as `linear_log_probs`; chunk_size below 1.
+        InputError: as `linear_log_probs`; chunk_size below 1; fp16, whose gradients need a loss
+            scale, which comes after forward.
 
     Communicates: in forward two all-reduces per chunk, and hidden's gradient as there; none in
         backward, which only scales by the gradient of loss_sum.
@@ -80,6 +81,11 @@ def linear_loss_sum(
     """
     if chunk_size < 1:
         raise InputError(f"chunk_size must be at least 1, got {chunk_size}.")
+    if hidden.dtype == torch.float16:
+        raise InputError(
+            "gradients in forward are made before a loss scale reaches them, and fp16 needs one; "
+            "use bf16, or linear_log_probs."
+        )
     plan = make_head_plan(
         hidden, weight, labels, loss_mask, tp_group=tp_group, sequence_parallel=sequence_parallel,
         temperature=temperature, with_entropy=with_entropy, vocab_size=vocab_size,

@@ -128,6 +128,7 @@ class Objective:
                 ("sums over whole sequences", self.needs_sequences),
                 ("ranks the tokens of a micro-batch", self.spec.depends_on_micro_batch),
                 ("reads log-probs of given tokens", self.spec.reads_token_set),
+                ("does not say fn.token_level = True of itself", not self.spec.token_level),
             )
             if there
         ]

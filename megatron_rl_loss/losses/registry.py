@@ -50,11 +50,14 @@ class LossSpec:
             that is not homogeneous is refused without explicit `loss_weights`.
         depends_on_micro_batch: it ranks or averages over the micro-batch, so its gradient changes
             with the cut.
+        token_level: unless it needs `sequences` or depends on the micro-batch, a token's loss
+            depends on that token alone.
     """
 
     fn: Callable[..., TokenLoss | Tensor]
     homogeneous: bool = False
     depends_on_micro_batch: bool = False
+    token_level: bool = True
 
     @property
     def name(self) -> str:
@@ -113,13 +116,15 @@ LOSSES: dict[str, LossSpec] = {
 def loss_spec(loss: str | Callable[..., TokenLoss | Tensor]) -> LossSpec:
     """Returns the spec of a loss given by name, by import path or as a function.
 
-    A loss from outside counts as homogeneous only if it says so: `fn.homogeneous = True`.
+    A loss from outside counts as homogeneous, and as made token by token, only if it says so:
+    `fn.homogeneous = True`, `fn.token_level = True`.
 
     Raises:
         ConfigError: unknown name (the message lists the known ones) or import path.
     """
     if callable(loss):
-        return LossSpec(loss, homogeneous=getattr(loss, "homogeneous", False))
+        said = {name: getattr(loss, name, False) for name in ("homogeneous", "token_level")}
+        return LossSpec(loss, **said)
     if not isinstance(loss, str):
         raise ConfigError(f"a loss is a name, an import path or a function, got {loss!r}.")
     if loss in LOSSES:

@@ -96,7 +96,7 @@ def findings(cuts: Sequence[Cut], sizes: Sizes, tolerance: float) -> list[Findin
     if all(is_right(f, tolerance) for cut in cuts for f in cut.factors.values()):
         return found
     if not found:
-        found = _no_gradient(cuts, tolerance)
+        found = _no_gradient(cuts)
     if not found:
         found = _expert_ranks(cuts, sizes, tolerance) or _spreads(cuts, tolerance)
     if not found:
@@ -121,11 +121,11 @@ def _reductions(cuts: Sequence[Cut], sizes: Sizes) -> list[Finding]:
     return []
 
 
-def _no_gradient(cuts: Sequence[Cut], tolerance: float) -> list[Finding]:
+def _no_gradient(cuts: Sequence[Cut]) -> list[Finding]:
     factors = [f for cut in cuts for f in cut.factors.values()]
     if not all(math.isfinite(x) for f in factors for x in f):
         return [Finding(("not finite",), "the gradient has NaN or inf; look at the loss")]
-    if all(abs(f.factor) <= tolerance and _is_clean(f, tolerance) for f in factors):
+    if not any(f.factor or f.residual for f in factors):
         return [Finding(("no gradient",), "the gradient is zero: the loss is detached or masked")]
     return []
 
@@ -164,34 +164,27 @@ def _explained(cuts: Sequence[Cut], sizes: Sizes, tolerance: float) -> list[Find
     values = [_common(cut.factors, tolerance) for cut in cuts]
     factors = [v for v in values if v is not None]
     one_factor = len(factors) == len(cuts)
-    fitting = _fitting(cuts, sizes, tolerance)
     # under token_mean, weight 1 for every token is a constant factor too: name the weights
     return (
         (one_factor and _powers(cuts, factors, sizes, tolerance))
-        or [_hypothesis(m) for m, c, f in fitting if _matches(c, f, sizes, tolerance)][:1]
+        or _hypothesis(cuts, sizes, tolerance)
         or (one_factor and _constant(factors, tolerance))
-        or [_hypothesis(m) for m, _, _ in fitting][:1]
+        or []
     )
 
 
-def _hypothesis(mistake: str) -> Finding:
-    return Finding((mistake,), _HYPOTHESIS_TEXTS[mistake])
-
-
-def _fitting(
-    cuts: Sequence[Cut], sizes: Sizes, tolerance: float
-) -> list[tuple[str, list[Cut], list[float]]]:
-    """Returns the hypotheses that explain every cut up to a factor: name, cuts, factors."""
+def _hypothesis(cuts: Sequence[Cut], sizes: Sizes, tolerance: float) -> list[Finding]:
+    """Finds the first hypothesis that explains every cut, up to a power of the sizes."""
     # a cut that is right fits every mistake that makes no difference in it
     wrong = [cut for cut in cuts if cut.fits]
-    found = []
     for mistake in HYPOTHESES:
         if mistake == "local counts" and sizes.dp == 1:
             continue  # they are the counts of the whole mini-batch
         fits = [_common(cut.fits.get(mistake, {}), tolerance) for cut in wrong]
-        if wrong and None not in fits:
-            found.append((mistake, wrong, [f for f in fits if f is not None]))
-    return found
+        factors = [f for f in fits if f is not None]
+        if factors and len(factors) == len(fits) and _matches(wrong, factors, sizes, tolerance):
+            return [Finding((mistake,), _HYPOTHESIS_TEXTS[mistake])]
+    return []
 
 
 def _constant(factors: Sequence[float], tolerance: float) -> list[Finding]:

@@ -100,6 +100,11 @@ class LMHead:
         Communicates: what the model does; fused also what `linear_outputs` does.
         """
         chunk = bare_model(model)
+        if self.makes_loss and getattr(chunk.config, "fp16", False):
+            raise ContractError(
+                "lm_head='fused_forward' makes gradients before the loss scale reaches them, and "
+                "fp16 needs one; use lm_head='fused', or bf16."
+            )
         if getattr(chunk, "post_process", True):
             if self._is_fused(batch, chunk, groups):
                 answer = partial(self._answer, batch, groups, with_entropy, token_loss)

@@ -6,6 +6,7 @@ configuration that asks for anything these do not do is refused here, never sile
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -126,10 +127,10 @@ def model_spec_from_hf(hf_config: Any) -> ModelSpec:
         head_dim=_head_dim(config, architecture, num_heads),
         vocab_size=_size(config, "vocab_size"),
         max_position_embeddings=_size(config, "max_position_embeddings", default=32_768),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(_rope_parameters(config).get("rope_theta") or 10_000.0),
+        rms_norm_eps=float(_positive(config, "rms_norm_eps", 1e-6)),
+        rope_theta=float(_positive(_rope_parameters(config), "rope_theta", 10_000.0)),
         rope_scaling=_rope_scaling(config),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=_switch(config, "tie_word_embeddings"),
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture in ("qwen3", "qwen3_moe"),
         moe=_moe(config, architecture),
@@ -195,7 +196,7 @@ def _moe(config: Mapping[str, Any], architecture: str) -> MoESpec | None:
         num_experts=_size(config, name),
         top_k=_size(config, "num_experts_per_tok"),
         ffn_hidden_size=_size(config, width),
-        norm_topk_prob=architecture == "mixtral" or bool(config.get("norm_topk_prob")),
+        norm_topk_prob=architecture == "mixtral" or _switch(config, "norm_topk_prob"),
     )
     if moe.top_k > moe.num_experts:
         raise ConfigError(
@@ -207,16 +208,26 @@ def _moe(config: Mapping[str, Any], architecture: str) -> MoESpec | None:
 def _uses_sliding_window(config: Mapping[str, Any]) -> bool:
     layer_types = config.get("layer_types")
     if layer_types:
+        if not isinstance(layer_types, (list, tuple)):
+            raise ConfigError(f"layer_types must be a list with a name per layer: {layer_types!r}.")
         return any(layer_type != "full_attention" for layer_type in layer_types)
     # transformers 4 spells it by the first layer that slides
-    first = config.get("max_window_layers", 0)
     on = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
-    return on and first < config.get("num_hidden_layers", 0)
+    first = config.get("max_window_layers", 0)
+    if on and type(first) is not int:
+        raise ConfigError(f"max_window_layers must be an integer, got {first!r}.")
+    return on and first < _size(config, "num_hidden_layers")
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary settings in transformers 5's spelling."""
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    given = config.get(name) or {}
+    if not isinstance(given, Mapping) or any(isinstance(x, Mapping) for x in given.values()):
+        raise ConfigError(
+            f"{name} must be one set of rotary settings for all layers, got {given!r}."
+        )
+    settings = dict(given)
     settings.setdefault("rope_theta", config.get("rope_theta"))
     settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
     settings.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -239,14 +250,13 @@ def _rope_scaling(config: Mapping[str, Any]) -> Llama3RopeScaling | None:
         return None
     settings.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     names = Llama3RopeScaling.__dataclass_fields__
-    return Llama3RopeScaling(**{name: _rope_number(settings, name) for name in names})
-
-
-def _rope_number(settings: Mapping[str, Any], name: str) -> Any:
-    value = settings.get(name)
-    if value is None or value <= 0:
-        raise ConfigError(f"llama3 rope scaling needs {name} > 0, got {value!r}.")
-    return value
+    scaling = Llama3RopeScaling(**{name: _positive(settings, name) for name in names})
+    if not scaling.low_freq_factor < scaling.high_freq_factor:
+        raise ConfigError(
+            f"llama3 rope scaling needs low_freq_factor < high_freq_factor, got "
+            f"{scaling.low_freq_factor} and {scaling.high_freq_factor}."
+        )
+    return scaling
 
 
 def _head_dim(config: Mapping[str, Any], architecture: str, num_heads: int) -> int:
@@ -259,9 +269,26 @@ def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> i
     value = config.get(name)
     if value is None:
         value = default
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise ConfigError(f"the Hugging Face configuration needs {name} >= 1, got {value!r}.")
     return value
+
+
+def _positive(config: Mapping[str, Any], name: str, default: float | None = None) -> Any:
+    value = config.get(name)
+    if value is None:
+        value = default
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ConfigError(f"the Hugging Face configuration needs {name} > 0, got {value!r}.")
+    return value
+
+
+def _switch(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value not in (None, True, False):
+        raise ConfigError(f"the Hugging Face configuration needs {name} true or false: {value!r}.")
+    return bool(value)
 
 
 def _check_heads(spec: ModelSpec) -> None:

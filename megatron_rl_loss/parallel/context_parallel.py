@@ -29,6 +29,8 @@ def sequence_multiple(tp_size: int = 1, cp_size: int = 1) -> int:
     >>> sequence_multiple(), sequence_multiple(tp_size=2), sequence_multiple(tp_size=2, cp_size=2)
     (1, 2, 8)
     """
+    if tp_size < 1 or cp_size < 1:
+        raise InputError(f"tp_size and cp_size must be at least 1, got {tp_size} and {cp_size}.")
     return tp_size * (2 * cp_size if cp_size > 1 else 1)
 
 
@@ -38,6 +40,8 @@ def pad_sequence_to(x: Tensor, multiple: int, *, value: Any = 0, dim: int = 1) -
     >>> pad_sequence_to(torch.ones(1, 3), 4)
     tensor([[1., 1., 1., 0.]])
     """
+    if multiple < 1:
+        raise InputError(f"multiple must be at least 1, got {multiple}.")
     missing = -x.shape[dim] % multiple
     if not missing:
         return x
@@ -61,8 +65,11 @@ def zigzag_positions(cu_seqlens: Sequence[int], cp_rank: int, cp_size: int) -> T
     >>> zigzag_positions((0, 8), 0, 2).tolist(), zigzag_positions((0, 8), 1, 2).tolist()
     ([0, 1, 6, 7], [2, 3, 4, 5])
     """
+    if cp_size < 1:
+        raise InputError(f"cp_size must be at least 1, got {cp_size}.")
     if not 0 <= cp_rank < cp_size:
         raise InputError(f"cp_rank must be from 0 to cp_size - 1 = {cp_size - 1}, got {cp_rank}.")
+    cu_seqlens = _offsets(cu_seqlens)
     if cp_size == 1:
         return torch.arange(cu_seqlens[-1])
     parts = []
@@ -126,14 +133,16 @@ def zigzag_merge(
     return joined.index_select(dim, order.argsort().to(joined.device))
 
 
-def _offsets(cu_seqlens: Sequence[int] | Tensor | None, length: int) -> Sequence[int]:
+def _offsets(cu_seqlens: Sequence[int] | Tensor | None, length: int | None = None) -> list[int]:
     if cu_seqlens is None:
-        return (0, length)
-    offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    if not offsets or offsets[0] != 0 or offsets[-1] != length:
+        return [0, length]
+    offsets = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens)
+    rising = offsets == sorted(offsets) and all(isinstance(x, int) for x in offsets)
+    if len(offsets) < 2 or not rising or offsets[0] or length not in (None, offsets[-1]):
+        end = "the row's length" if length is None else f"the row's {length} tokens"
         raise InputError(
-            f"cu_seqlens must go from 0 to the row's {length} tokens, got {list(offsets)}; pass "
-            "the padded offsets, cu_seqlens_padded."
+            f"cu_seqlens must rise from 0 to {end}, in integers, got {offsets}; pass the padded "
+            "offsets, cu_seqlens_padded."
         )
     return offsets
 

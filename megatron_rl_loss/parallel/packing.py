@@ -25,6 +25,7 @@ from ..types import (
     glossary_names,
 )
 from .context_parallel import pad_sequence_to
+from .packed_row import packed_row
 
 _FIELDS = (
     *TOKEN_FIELDS,
@@ -110,14 +111,9 @@ def unpack_sequences(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -
     Raises:
         InputError: `x` is no packed row of these offsets.
     """
-    lengths = cu_seqlens.diff().tolist()
-    *starts, end = cu_seqlens_padded.tolist()
-    if x.shape[:2] != (1, end) or len(starts) != len(lengths):
-        raise InputError(
-            f"a packed row of {len(starts)} sequences must be (1, {end}), and cu_seqlens must have "
-            f"{len(starts) + 1} entries; got {tuple(x.shape)} and {len(lengths) + 1}."
-        )
-    return [x[0, start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    given = {"cu_seqlens": cu_seqlens, "cu_seqlens_padded": cu_seqlens_padded}
+    packed = packed_row(given, x)
+    return [x[0, a : a + length] for a, length in zip(packed.offsets, packed.lengths)]
 
 
 def _offsets(lengths: Sequence[int]) -> Tensor:

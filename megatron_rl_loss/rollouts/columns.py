@@ -13,7 +13,7 @@ import numpy as np
 
 from ..types import MAX_TEACHER_MASS
 from .records import ALIASES, FIELDS
-from .rollout import MAX_LOG_PROB, MAX_NUMBER, MAX_TOKEN_ID, TOP_K, Rollout
+from .rollout import MAX_LOG_PROB, MAX_NUMBER, MAX_TOKEN_ID, TOP_K, UNUSED_LOG_PROB, Rollout
 
 IDS = ("prompt_ids", "response_ids")
 LOG_PROBS = ("rollout_log_probs", "ref_log_probs")
@@ -187,6 +187,9 @@ def _make(given: Mapping[str, Any]) -> list[Rollout]:
         responses = given["response_ids"]
         all_trained = np.ones(len(responses.values), dtype=bool)
         given = {**given, "loss_mask": Lists(all_trained, responses.offsets)}
+    given = {
+        name: _without_masked(name, value, given["loss_mask"]) for name, value in given.items()
+    }
     names = list(given)
     per_row = []
     for value in given.values():
@@ -196,3 +199,11 @@ def _make(given: Mapping[str, Any]) -> list[Rollout]:
         else:
             per_row.append(value if isinstance(value, list) else value.tolist())
     return [Rollout.of_checked(dict(zip(names, row))) for row in zip(*per_row)]
+
+
+def _without_masked(name: str, value: Any, mask: Lists) -> Any:
+    """Returns a teacher's entries with those of masked tokens unused, all else as it is."""
+    if name not in TOP_K or mask.values.all():
+        return value
+    unused = 0 if name == TOP_K[0] else UNUSED_LOG_PROB
+    return value._replace(values=np.where(mask.values[:, None], value.values, unused))

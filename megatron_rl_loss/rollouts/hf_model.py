@@ -85,7 +85,7 @@ def read_hf_config(name_or_path: str | Path) -> Any:
     file = Path(name_or_path) / "config.json"
     try:
         return json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not JSON: {error}.") from error
 
 

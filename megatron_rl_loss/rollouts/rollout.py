@@ -33,7 +33,7 @@ _MAX_GROUP_ID = 2**63 - 1
 MAX_LOG_PROB = 1e-3
 
 # of a teacher's entry that has no token: JSON has no -inf
-_UNUSED_LOG_PROB = -1000.0
+UNUSED_LOG_PROB = -1000.0
 
 _NO_METADATA: Mapping[str, Any] = {}
 
@@ -109,7 +109,7 @@ class Rollout:
         return rollout
 
     def _set_teacher(self, mask: tuple[bool, ...]) -> None:
-        checks = (_top_id, 0), (_top_log_prob, _UNUSED_LOG_PROB)
+        checks = (_top_id, 0), (_top_log_prob, UNUSED_LOG_PROB)
         for name, (check, fill) in zip(TOP_K, checks, strict=True):
             if getattr(self, name) is not None:
                 self._set(name, _entries(name, getattr(self, name), mask, check, fill))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_loss.errors import ConfigError, ContractError
+from megatron_rl_loss.errors import ConfigError, ContractError, InputError
 from tests.mcore import harness
 from tests.mcore.harness import Layout, Outcome, assert_close, reference, replace
 from tests.spawn import run_ranks
@@ -206,6 +206,7 @@ def test_gathered_logits_are_refused():
         ("ppo_clip", {"off_policy": {"is_level": "sequence"}}, "sums over whole sequences"),
         ("clip_cov", {}, "ranks the tokens of a micro-batch"),
         ("top_k_distillation", {}, "reads log-probs of given tokens"),
+        ("megatron_rl_loss.losses.covariance:clip_cov", {}, "does not say fn.token_level = True"),
     ],
 )
 def test_gradients_in_forward_are_refused_for_a_loss_that_is_not_made_token_by_token(
@@ -215,6 +216,30 @@ def test_gradients_in_forward_are_refused_for_a_loss_that_is_not_made_token_by_t
 
     with pytest.raises(ConfigError, match=f"{why}.*use lm_head='fused'"):
         make_forward_step(loss, lm_head="fused_forward", **settings)
+
+
+def test_a_loss_of_ones_own_may_say_that_it_is_made_token_by_token():
+    from megatron_rl_loss import make_forward_step
+
+    def own(log_probs, advantages):
+        return -log_probs * advantages
+
+    own.token_level = True
+    assert make_forward_step(own, lm_head="fused_forward").head.makes_loss
+
+
+def test_gradients_in_forward_are_refused_for_fp16():
+    from types import SimpleNamespace
+
+    from megatron_rl_loss.logprobs.forward_gradients import linear_loss_sum
+    from megatron_rl_loss.mcore.fused_head import LMHead
+
+    model = SimpleNamespace(config=SimpleNamespace(fp16=True))
+    with pytest.raises(ContractError, match="before the loss scale reaches them"):
+        LMHead("fused_forward").run(None, model, None)
+    half = torch.zeros(1, 4, dtype=torch.float16)
+    with pytest.raises(InputError, match="fp16 needs one"):
+        linear_loss_sum(half, half, torch.zeros(1).long(), lambda lp, h, at: lp)
 
 
 def test_wrong_settings_of_the_head_are_refused():

@@ -38,6 +38,7 @@ def mistakes(cut, whole, sizes, reductions=1, fits=({}, {})):
         (1.7, 1.7, ["constant factor"]),
         (-1.0, -1.0, ["constant factor"]),
         (0.0, 0.0, ["no gradient"]),
+        (0.0005, 0.0005, ["constant factor"]),
         (float("nan"), float("nan"), ["not finite"]),
         (1.0, 1.7, ["unexplained"]),
     ],
@@ -89,9 +90,18 @@ def test_reductions_are_counted(reductions, world, named):
 
 def test_other_weights_are_named_where_they_fit():
     off = {"dense": Factor(0.8, 0.3, 0.0, 0.0)}
-    fits = {"local counts": off, "micro-batch mean": exact(0.1)}
+    fits = {"local counts": off, "micro-batch mean": exact(0.5)}
     named = mistakes(off, off, Sizes(2, 1, 2), fits=(fits, fits))
     assert named == ["micro-batch mean"]
+
+
+def test_other_weights_are_not_named_for_any_factor_that_they_leave():
+    # under token_mean, weight 1 is a constant times the right weight: it fits every scalar
+    fits = {"loss_weights ignored": exact(12.0)}, {"loss_weights ignored": exact(4.0)}
+    assert mistakes(exact(0.5), exact(1 / 6), Sizes(1, 1, 1), fits=fits) == ["unexplained"]
+    fits = ({"loss_weights ignored": exact(1.0)},) * 2
+    named = mistakes(exact(24.0), exact(24.0), Sizes(1, 1, 1), fits=fits)
+    assert named == ["loss_weights ignored"]
 
 
 def test_a_cut_that_is_right_fits_any_other_weights():

@@ -453,3 +453,8 @@ def test_yaml_output_names_every_setting():
     text = to_yaml(load_config(DEMO))
     for path in leaf_paths():
         assert f"\n  {path.split('.')[1]}:" in text
+
+
+def test_gradients_in_forward_need_a_token_level_loss():
+    with pytest.raises(ConfigError, match="loss: lm_head='fused_forward' .* sums over whole seq"):
+        load_config(DEMO, ["loss.lm_head=fused_forward", "loss.name=gspo"])

@@ -9,6 +9,7 @@ from megatron_rl_loss.errors import InputError
 from megatron_rl_loss.parallel.context_parallel import (
     gather_sequence,
     pad_sequence_to,
+    sequence_multiple,
     zigzag_merge,
     zigzag_positions,
     zigzag_split,
@@ -60,8 +61,19 @@ def test_ranks_offsets_and_slices_that_do_not_exist_are_refused():
     x = torch.zeros(1, 8)
     with pytest.raises(InputError, match="cp_rank must be from 0 to cp_size - 1 = 1, got 2"):
         zigzag_split(x, 2, 2)
-    with pytest.raises(InputError, match=r"from 0 to the row's 8 tokens, got \[0, 4\]"):
+    with pytest.raises(
+        InputError, match=r"from 0 to the row's 8 tokens, in integers, got \[0, 4\]"
+    ):
         zigzag_split(x, 0, 2, cu_seqlens=(0, 4))
+    for offsets in ((0, 12, 4, 8), (0.0, 8.0), ()):
+        with pytest.raises(InputError, match="must rise from 0"):
+            zigzag_split(x, 0, 2, cu_seqlens=offsets)
+        with pytest.raises(InputError, match="must rise from 0"):
+            zigzag_positions(offsets, 0, 2)
+    with pytest.raises(InputError, match="multiple must be at least 1, got 0"):
+        pad_sequence_to(x, 0)
+    with pytest.raises(InputError, match="at least 1, got 0 and 2"):
+        sequence_multiple(0, 2)
     with pytest.raises(InputError, match=r"one shape, got: \(1, 4\), \(1, 2\)"):
         zigzag_merge([x[:, :4], x[:, :2]])
 

@@ -106,6 +106,17 @@ def test_rotary_scaling_without_original_length_takes_the_stated_context():
         ({"num_hidden_layers": 0}, ["num_hidden_layers >= 1", "0"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads (8)", "(3)"]),
         ({"head_dim": 7}, ["head_dim must be even", "7"]),
+        ({"num_attention_heads": True}, ["num_attention_heads >= 1", "True"]),
+        ({"rms_norm_eps": "abc"}, ["rms_norm_eps > 0", "'abc'"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps > 0", "nan"]),
+        ({"rope_theta": -1}, ["rope_theta > 0", "-1"]),
+        ({"rope_theta": 0}, ["rope_theta > 0", "0"]),
+        ({"rope_scaling": "linear"}, ["rope_scaling must be one set", "'linear'"]),
+        ({"rope_parameters": {"full_attention": {}}}, ["rope_parameters must be one set"]),
+        ({"rope_scaling": {**LLAMA3, "factor": "8"}}, ["factor > 0", "'8'"]),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, ["low_freq_factor < high"]),
+        ({"tie_word_embeddings": "false"}, ["tie_word_embeddings true or false", "'false'"]),
+        ({"layer_types": 3}, ["layer_types must be a list", "3"]),
     ],
 )
 def test_unsupported_setting_is_refused_with_what_is_supported(settings, words):
@@ -128,6 +139,11 @@ SLIDING = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 
 def test_sliding_window_in_use_is_refused(settings):
     with pytest.raises(ConfigError, match="sliding_window"):
         spec_of(**settings)
+
+
+def test_a_first_sliding_layer_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match="max_window_layers must be an integer, got 'a'"):
+        spec_of(**SLIDING, max_window_layers="a")
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,12 @@ def test_a_multiple_below_one_is_refused(collate):
 def test_only_a_packed_row_is_unpacked_by_its_own_offsets():
     batch = pack_sequences([FIRST, SECOND], multiple=4)
     padded = batch["cu_seqlens_padded"]
-    for tokens, real in (
-        (batch["tokens"][:, :7], batch["cu_seqlens"]),
-        (batch["tokens"], batch["cu_seqlens"][:2]),
+    for tokens, real, message in (
+        (batch["tokens"][:, :7], batch["cu_seqlens"], r"end at 8, but tokens are \(1, 7\)"),
+        (batch["tokens"], batch["cu_seqlens"][:2], r"got \(2,\) and \(3,\)"),
+        (batch["tokens"], torch.tensor([0, 6, 8]), r"got lengths \[6, 2\] in \[4, 4\]"),
     ):
-        with pytest.raises(InputError, match=r"of 2 sequences must be \(1, 8\)"):
+        with pytest.raises(InputError, match=message):
             unpack_sequences(tokens, real, padded)
 
 

@@ -63,6 +63,25 @@ def test_in_order_it_gives_what_rollout_files_gives(folder):
         assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
+def test_a_teachers_entries_at_masked_positions_are_unused_however_they_are_read(
+    tmp_path, monkeypatch
+):
+    fields = {
+        "prompt_ids": [1],
+        "response_ids": [2, 3],
+        "reward": 1.0,
+        "loss_mask": [True, False],
+        "teacher_top_ids": [[4, 5], [6, 7]],
+        "teacher_top_log_probs": [[-1.0, -2.0], [-3.0, -4.0]],
+    }
+    (tmp_path / "x.jsonl").write_text(json.dumps(fields))
+    (slow,) = RolloutFiles(tmp_path)
+    monkeypatch.setattr(stream.Parser, "__call__", None)
+    (fast,) = RolloutStream(tmp_path).take(1)
+    assert record_from_rollout(fast) == record_from_rollout(slow)
+    assert fast.teacher_top_ids[1].tolist() == [0, 0]
+
+
 def test_clean_columns_are_not_parsed_row_by_row(folder, monkeypatch):
     monkeypatch.setattr(stream.Parser, "__call__", None)
     assert all(isinstance(r.response_ids, np.ndarray) for r in RolloutStream(folder).take(81))
