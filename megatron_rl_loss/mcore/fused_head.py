@@ -100,7 +100,7 @@ class LMHead:
         Communicates: what the model does; fused also what `linear_outputs` does.
         """
         chunk = bare_model(model)
-        if self.makes_loss and getattr(chunk.config, "fp16", False):
+        if self.makes_loss and getattr(getattr(chunk, "config", None), "fp16", False):
             raise ContractError(
                 "lm_head='fused_forward' makes gradients before the loss scale reaches them, and "
                 "fp16 needs one; use lm_head='fused', or bf16."
