@@ -76,8 +76,8 @@ def linear_loss_sum(
 
     Communicates: in forward two all-reduces per chunk, and hidden's gradient as there; none in
         backward, which only scales by the gradient of loss_sum.
-    Gradient: to hidden and weight through loss_sum, first order. Holds [V_local, H] fp32 until
-        backward.
+    Gradient: to hidden and weight through loss_sum, first order. Holds both gradients in their
+        dtypes until backward; with several chunks the weight's is fp32 while it is made.
     """
     if chunk_size < 1:
         raise InputError(f"chunk_size must be at least 1, got {chunk_size}.")
@@ -129,7 +129,8 @@ class LinearLossSum(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor, *_):
         if torch.is_grad_enabled():
             raise InputError("linear_loss_sum has no second derivative; no create_graph here.")
-        grads = [None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors]
+        # a number without dimensions stays fp32: rounded to bf16, a dp_size of 257 would be 256
+        grads = [None if g is None else g * grad_loss for g in ctx.saved_tensors]
         return *grads, None, None, None, None
 
 

@@ -176,6 +176,16 @@ def test_bf16_gradients_in_forward_equal_those_of_backward(chunk_size, monkeypat
     assert not got[1][REAL:].any()
 
 
+def test_the_factor_on_bf16_gradients_in_forward_is_not_rounded_to_bf16():
+    hidden, weight, labels, *_ = head_case(torch.bfloat16)
+    result = linear_loss_sum(hidden, weight, labels, lambda lp, e, at: lp)
+    result.loss_sum.backward(retain_graph=True)
+    once = grads_of(hidden, weight)
+    (257 * result.loss_sum).backward()
+    for x, y in zip(grads_of(hidden, weight), once, strict=True):
+        assert torch.equal(x, (257 * y.float()).bfloat16())
+
+
 def test_loss_that_trains_nothing_gives_gradient_0():
     hidden, weight, labels, *_ = head_case()
     result = linear_loss_sum(hidden, weight, labels, lambda lp, e, at: 0 * lp.detach())
