@@ -139,6 +139,9 @@ CRITIC_AND_HEAD = [
     Mistake("head: only the last chunk's gradient", "logprobs/products.py", "part.add_(rows @ b)", "part.copy_(rows @ b)", "tests/unit/test_logprobs_head.py"),
     Mistake("head: a sequence-level loss cut into chunks", "losses/objective.py", '("sums over whole sequences", self.needs_sequences),', '("sums over whole sequences", False),', "tests/mcore/test_fused_head.py"),
     Mistake("head: a bias is dropped", "mcore/fused_head.py", "    if layer.bias is not None:", "    if False:", "tests/mcore/test_fused_head.py::test_what_the_head_would_get_wrong_is_an_obstacle"),
+    Mistake("head: the factor of bf16 gradients rounded", "logprobs/forward_gradients.py", "g * grad_loss for g", "g * grad_loss.to(g.dtype) for g", "tests/unit/test_logprobs_head.py"),
+    Mistake("head: a loss of one's own is trusted", "losses/objective.py", "not self.spec.token_level)", "False)", "tests/mcore/test_fused_head.py::test_gradients_in_forward_are_refused_for_a_loss_that_is_not_made_token_by_token"),
+    Mistake("head: fp16 made in forward", "mcore/fused_head.py", "if self.makes_loss and getattr", "if False and getattr", "tests/mcore/test_fused_head.py::test_gradients_in_forward_are_refused_for_fp16"),
     Mistake("critic: parts of the weight's gradient", "mcore/value_model.py", "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", VALUES),
     Mistake("critic: gathered values' gradients added", "mcore/value_model.py", "tensor_parallel_output_grad=False", "tensor_parallel_output_grad=True", VALUES),
     Mistake("critic: layers are not trained", "mcore/value_model.py", "linear(input_.float(), ", "linear(input_.float().detach(), ", VALUES),
@@ -209,5 +212,18 @@ AUDIT = [
     Mistake("audit: experts not named", "mcore/audit_run.py", "return _largest(len(groups)) > 1", "return False", AUDITED_EXPERTS),
 ]  # fmt: skip
 
+BAD_INPUT = [
+    Mistake("input: teacher's mass not looked at", "rollouts/rollout.py", "if mask[i] and mass > MAX_TEACHER_MASS:", "if False:", "tests/unit/test_rollout_files.py"),
+    Mistake("input: teacher's mass not looked at in columns", "rollouts/columns.py", "np.exp(log_probs).sum(-1).max() > MAX_TEACHER_MASS", "False", "tests/unit/test_rollout_stream.py"),
+    Mistake("input: masked teacher entries kept", "rollouts/columns.py", "if name not in TOP_K or mask.values.all():", "if True:", "tests/unit/test_rollout_stream.py"),
+    Mistake("input: offsets of a row not looked at", "parallel/context_parallel.py", "if len(offsets) < 2 or not rising or", "if", "tests/unit/test_context_parallel.py"),
+    Mistake("input: layout not looked at in a dry run", "build.py", "    _megatron_config(config, model_spec_from_hf(read_hf_config(config.model.path)))", "    pass", "tests/mcore/test_train.py::test_dry_run_refuses_a_layout_that_cannot_hold_the_model"),
+    Mistake("input: rotary settings per layer type", "mcore/model_spec.py", "or any(isinstance(x, Mapping) for x in given.values())", "", "tests/unit/test_model_spec.py"),
+    Mistake("input: an error loses the checkpoint", "train.py", "            between.give_way()", "            pass", "tests/mcore/test_train.py::test_an_error_lets_the_checkpoint_that_is_being_written_get_to_the_disk"),
+    Mistake("audit: other weights fit any factor", "mcore/audit_verdict.py", " and _matches(wrong, factors, sizes, tolerance)", "", "tests/unit/test_audit_verdict.py"),
+    Mistake("audit: a small factor taken for no gradient", "mcore/audit_verdict.py", "if not any(f.factor or f.residual for f in factors):", "if all(abs(f.factor) < 1e-3 for f in factors):", "tests/unit/test_audit_verdict.py"),
+    Mistake("audit: no constant factor", "mcore/audit_verdict.py", "or (one_factor and _constant(factors, tolerance))", "", "tests/unit/test_audit_verdict.py"),
+]  # fmt: skip
+
 MISTAKES = CORE + LAYOUTS + ADAPTERS + CHECKPOINTS + CRITIC_AND_HEAD + EXPERTS_AND_PEFT + ROLLOUTS
-MISTAKES += AUDIT + DISTILLATION
+MISTAKES += AUDIT + DISTILLATION + BAD_INPUT

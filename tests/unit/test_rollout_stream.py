@@ -180,6 +180,16 @@ def test_a_bad_row_is_named_by_file_row_and_field(tmp_path, kind, change, checks
     assert f"r.{kind}, {unit} 7, field" in str(error.value) and message in str(error.value)
 
 
+def test_a_teachers_probabilities_above_1_are_seen_in_columns(tmp_path):
+    row = {"prompt_ids": [1], "response_ids": [2], "reward": 1.0}
+    row |= {"teacher_top_ids": [[3, 4]], "teacher_top_log_probs": [[-1.0, -1.0]]}
+    bad = row | {"teacher_top_log_probs": [[-0.1, -0.1]]}
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n".join(map(json.dumps, [row, bad])))
+    with pytest.raises(RolloutError, match=r"r\.jsonl, line 2, .* log-probs of 1.81 in all"):
+        RolloutStream(path).take(2)
+
+
 def test_masked_non_finite_log_probs_aliases_and_metadata_are_read_as_ever(tmp_path):
     row = {
         "prompt_token_ids": [1],
